@@ -18,9 +18,6 @@ from ckpttool.errors import ContainerError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OPTION = "open_budget"
-"""The storage option that multiplies the limits."""
-
 
 class Allowance(NamedTuple):
     """The limit of one resource."""

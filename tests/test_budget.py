@@ -55,7 +55,7 @@ def test_metadata_that_is_no_text_is_no_bug(tmp_path: Path) -> None:
     assert safetensors.parse(reader) == ({}, {"b": "c"})
     (tmp_path / "model.safetensors").write_bytes(reader.data)
     for name in ("inspect", "verify", "stats"):
-        assert command(name, tmp_path).code in {0, 1}
+        assert command(name, tmp_path).code in {0, 1, 3}
 
 
 def test_rank_of_a_name_does_not_take_memory(checkpoint_copy: Callable[[str], Path]) -> None:
@@ -71,7 +71,7 @@ def test_rank_of_a_name_does_not_take_memory(checkpoint_copy: Callable[[str], Pa
     for name in ("expp_rank_999999_mp_rank_00_optim_states.pt", "expp_rank_9999999999_mp_rank_00_optim_states.pt"):
         (root / "global_step3" / name).touch()
     for arguments in (("inspect", root), ("verify", root), ("ls", root)):
-        assert command(*arguments).code in {0, 1}
+        assert command(*arguments).code in {0, 1, 3}
 
 
 def test_nested_client_state_is_not_visited_again_and_again(checkpoint_copy: Callable[[str], Path]) -> None:
@@ -121,7 +121,7 @@ def test_option_raises_the_budget(checkpoint_copy: Callable[[str], Path], monkey
     with pytest.raises(CkptError, match="may take more than"):
         ckpttool.inspect(root)
     assert command("inspect", root, "--open-budget", "100000").code == 0
-    assert ckpttool.inspect(root, storage_options={"open_budget": 100_000}).tag == "global_step3"
+    assert ckpttool.inspect(root, open_budget=100_000).tag == "global_step3"
     with pytest.raises(ValueError, match="open_budget: is 0, not a number above 0"):
-        ckpttool.inspect(root, storage_options={"open_budget": 0})
+        ckpttool.inspect(root, open_budget=0)
     assert os.path.isdir(root)

@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 
-def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
+def read_part(checkpoint: Checkpoint, state: State, index: Any, checks: ReadChecks | None = None) -> NDArray[Any]:
     """Read only the bytes of a tensor or of a part of it.
 
     Args:
         checkpoint: The checkpoint.
         state: The tensor.
-        part: Integers and slices of step 1, one for each dimension from the first on; None for all.
+        index: Integers and slices of step 1, one for each dimension from the first on; None for all.
         checks: Compares the bytes read with recorded checksums; None to read without.
 
     Raises:
         ChecksumError: The bytes read differ from those saved.
         StorageError: Reading failed.
-        ArgumentError: ``part`` does not fit the shape.
+        ArgumentError: ``index`` does not fit the shape.
     """
-    ranges, dropped = _ranges(state.shape, part)
+    ranges, dropped = _ranges(state.shape, index)
     shape = tuple(stop - start for start, stop in ranges)
     out = np.empty(math.prod(shape), dtype=numpy_dtype(state.dtype))
     # From the last sliced dimension on, elements are contiguous.
@@ -62,25 +62,25 @@ def read_part(checkpoint: Checkpoint, state: State, part: Any, checks: ReadCheck
     return out.reshape([n for d, n in enumerate(shape) if d not in dropped])
 
 
-def _ranges(shape: tuple[int, ...], part: Any) -> tuple[list[tuple[int, int]], set[int]]:
+def _ranges(shape: tuple[int, ...], index: Any) -> tuple[list[tuple[int, int]], set[int]]:
     """Return (start, stop) of every dimension, and the dimensions removed by an integer index."""
-    wanted = () if part is None else part if isinstance(part, tuple) else (part,)
+    wanted = () if index is None else index if isinstance(index, tuple) else (index,)
     if len(wanted) > len(shape):
-        raise ArgumentError("part", f"has {len(wanted)} indices, but the shape is {shape}", "leave out the last ones")
+        raise ArgumentError("index", f"has {len(wanted)} indices, but the shape is {shape}", "leave out the last ones")
     ranges = [(0, n) for n in shape]
     dropped = set()
     for d, item in enumerate(wanted):
         if isinstance(item, slice):
             start, stop, step = item.indices(shape[d])
             if step != 1:
-                raise ArgumentError("part", f"has a slice of step {step}", "choose slices of step 1")
+                raise ArgumentError("index", f"has a slice of step {step}", "choose slices of step 1")
             ranges[d] = (start, max(start, stop))
         elif isinstance(item, int) and not isinstance(item, bool) and -shape[d] <= item < shape[d]:
             ranges[d] = (item % shape[d], item % shape[d] + 1)
             dropped.add(d)
         else:
             raise ArgumentError(
-                "part", f"has {brief(item)} for a dimension of {shape[d]}", "choose an index or a slice in it"
+                "index", f"has {brief(item)} for a dimension of {shape[d]}", "choose an index or a slice in it"
             )
     return ranges, dropped
 

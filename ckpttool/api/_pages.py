@@ -7,35 +7,34 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError, CkptError, StorageError
-from ckpttool.formats import source_paths
+from ckpttool.formats import open_checkpoint, opening_options, source_paths
 from ckpttool.storage import local_path, open_storage, parent, without_credentials
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.retention import Decision
     from ckpttool.formats import Source
-    from ckpttool.model import Checkpoint
 
 STDOUT = "-"
 """The name that stands for the standard output."""
-BEGIN = b"<!doctype html>"
-"""First bytes of a page."""
 MAX_FILES = 2_000
 """Maximum number of files in the page of a directory that cannot be opened."""
 
 
-def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> None:
+def check_page(out: str, *, storage_options: Mapping[str, Any] | None) -> None:
     """Refuse a page that must not be written, before any work is done.
 
     Only a page is replaced: a mistyped name must not cost a file of a checkpoint.
 
     Raises:
         ArgumentError: The path is empty.
-        StorageError: The path is a directory, or the file exists, and ``overwrite`` is False or it is no page.
+        StorageError: The path is a directory, or an existing file that is not a page.
     """
     from ckpttool.execution.destination import check_file
+    from ckpttool.pages import BEGIN
 
     if out == STDOUT:
         return
@@ -46,72 +45,64 @@ def check_page(out: str, *, overwrite: bool, storage_options: Mapping[str, Any] 
         raise StorageError(shown, "is a directory", "name a file, such as page.html")
     if not storage.remote and not storage.is_dir(parent(shown)):
         raise StorageError(shown, "cannot be written: its directory does not exist", f"create {parent(shown)} first")
-    check_file(out, overwrite=overwrite, options=storage_options)
-    if not overwrite or not storage.exists(shown):
+    check_file(out, overwrite=True, options=storage_options)
+    if not storage.exists(shown):
         return
     with storage.open(shown) as reader:
         begin = reader.read(0, min(len(BEGIN), reader.nbytes))
-    if begin != BEGIN:
-        raise StorageError(shown, "exists already and is no page", "choose another name")
+    if begin != BEGIN.encode():
+        raise StorageError(shown, "exists already and is not a page of ckpttool", "choose another name")
 
 
-def write_page(out: str, data: bytes, *, overwrite: bool, storage_options: Mapping[str, Any] | None) -> str:
-    """Write a page atomically; return its path or URL without credentials.
+def write_page(out: str, data: bytes, *, storage_options: Mapping[str, Any] | None) -> str:
+    """Write a page atomically, in the place of an earlier one; return its path or URL without credentials.
 
     On S3 a name that ends with ``.html`` has the content type of a page, so that a browser shows it.
 
     Raises:
-        StorageError: The file exists and ``overwrite`` is False, or it cannot be written.
+        StorageError: It cannot be written.
     """
     from ckpttool.execution.destination import write_file
 
-    return write_file(out, [data], overwrite=overwrite, options=storage_options)
+    return write_file(out, [data], overwrite=True, options=storage_options)
 
 
 def page_of_source(
     src: Source,
+    report: VerifyReport | None = None,
     *,
-    verify: bool,
     tag: str | None = None,
-    trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
-    hint: Callable[[str, Iterable[str]], str] = lambda text, _: text,
-) -> tuple[bytes, VerifyReport | None]:
+    follow_links: bool = False,
+    open_budget: float = 1.0,
+    trust_names: bool = False,
+) -> bytes:
     """Build the page of a checkpoint.
 
     Args:
         src: As for ``inspect``.
-        verify: Whether to verify it too. Then there is a page of findings even if the checkpoint cannot be opened.
+        report: Result of ``verify``: the page shows its findings, also for a checkpoint that cannot be opened.
         tag: As for ``inspect``.
-        trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
-        hint: Makes the hint of a finding for people from it and the parameters that it names.
-
-    Returns:
-        The page, and what ``verify`` found.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
+        trust_names: As for ``inspect``.
 
     Raises:
-        CkptError: There is no sound checkpoint, and ``verify`` is False.
+        CkptError: There is no sound checkpoint, and no finding.
     """
-    from ckpttool.api.reading import inspect
     from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
-    report = None
-    if verify:
-        from ckpttool.api.reading import verify as run_verify
-
-        report = run_verify(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
-        findings = (replace(finding, hint=hint(finding.hint, finding.options)) for finding in report.findings)
-        report = replace(report, findings=tuple(findings))
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     try:
-        checkpoint: Checkpoint = inspect(src, tag=tag, trust_names=trust_names, storage_options=storage_options)
+        checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     except CkptError:
         if report is None or not report.findings:
             raise
         directories = _directories(src, tag, storage_options)
         shown = replace(report, location=without_credentials(local_path(directories[0])))
-        return damaged_page(shown, _files_below(directories, storage_options)), report
-    return checkpoint_page(checkpoint, report), report
+        return damaged_page(shown, _files_below(directories, storage_options))
+    return checkpoint_page(checkpoint, report)
 
 
 def _directories(src: Source, tag: str | None, storage_options: Mapping[str, Any] | None) -> list[str]:
@@ -143,26 +134,19 @@ def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None
     return found
 
 
-def page_of_catalog(found: Catalog, **rules: Any) -> bytes:
+def page_of_catalog(found: Catalog, decisions: Sequence[Decision] = (), rules: Mapping[str, Any] = {}) -> bytes:
     """Build the page of the checkpoints under a root.
 
     Args:
         found: The checkpoints.
-        rules: ``keep_last``, ``keep_every``, ``keep_best``, ``keep_for``, ``thin`` and ``thin_every`` of ``prune``: the
-            page shows what that would keep, thin and remove. None for no such rule.
-
-    Raises:
-        ArgumentError: A rule is malformed.
-        PlanError: No checkpoint has the number of ``keep_best``.
+        decisions: Decisions of ``prune`` to show beside them.
+        rules: The rules that these follow, by the parameters of ``prune``.
     """
     from ckpttool.analysis.json_report import as_plain
-    from ckpttool.catalog.retention import RULES, Rules, decide
     from ckpttool.pages import page
     from ckpttool.units import format_duration
 
-    given = {name: rules[name] for name in RULES if rules.get(name) is not None}
-    fields: list[Any] = [rules.get(name) for name in RULES[:-1]]
-    decisions = decide(found.entries, Rules(*fields), root=found.root) if given else []
+    given = dict(rules)
     if isinstance(seconds := given.get("keep_for"), int | float):
         given["keep_for"] = format_duration(seconds)
     shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())

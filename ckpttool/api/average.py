@@ -11,7 +11,7 @@ from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
-from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, place_of
@@ -192,6 +192,8 @@ def average(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> AverageReport:
     """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
 
@@ -226,10 +228,13 @@ def average(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``, for all checkpoints and ``out``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     options = Options(
         tag=tag,
         jobs=jobs,

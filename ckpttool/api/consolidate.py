@@ -17,7 +17,7 @@ from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError, LayoutError, PlanError
-from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
@@ -317,11 +317,13 @@ class _Merge:
             if getattr(self, name) and not self.merge_lora:
                 hint = f"leave out {name}, or set merge_lora=True"
                 raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
-        others = chosen.adapter_only or chosen.exclude_frozen or chosen.optimizer or chosen.weights != "masters"
+        others = chosen.adapter_only or chosen.exclude_frozen or chosen.optimizer or chosen.weights_from != "masters"
         if self.merge_lora and others:
             problem = "writes the merged model, from the fp32 master weights"
-            hint = "leave out adapter_only, exclude_frozen, optimizer and weights"
-            raise ArgumentError("merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "optimizer", "weights"))
+            hint = "leave out adapter_only, exclude_frozen, optimizer and weights_from"
+            raise ArgumentError(
+                "merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "optimizer", "weights_from")
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +353,7 @@ def consolidate(  # noqa: PLR0913  public API
     to: Literal["safetensors", "torch"],
     tag: str | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
-    weights: Literal["masters", "module"] = "masters",
+    weights_from: Literal["masters", "module"] = "masters",
     max_shard_size: int | str = "5GB",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -374,6 +376,8 @@ def consolidate(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> ConsolidateReport:
     """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
@@ -385,7 +389,7 @@ def consolidate(  # noqa: PLR0913  public API
         to: Kind of file.
         tag: As for ``inspect``.
         dtype: Type of the parameters, cast bit for bit as torch does.
-        weights: The optimizer's fp32 master weights, or the model's own 16-bit copies (saved at stages 1 and 2).
+        weights_from: The optimizer's fp32 master weights, or the model's own 16-bit copies (saved at stages 1 and 2).
         max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
@@ -413,10 +417,13 @@ def consolidate(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -434,7 +441,7 @@ def consolidate(  # noqa: PLR0913  public API
     chosen = WeightChoice(
         to,
         dtype,
-        weights,
+        weights_from,
         max_shard_size,
         include,
         exclude,

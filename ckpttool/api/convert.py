@@ -11,7 +11,7 @@ from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
-from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.plan.builder import sample_checks
@@ -98,6 +98,8 @@ def convert(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> ConvertReport:
     """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
@@ -128,10 +130,13 @@ def convert(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     options = Options(
         tag=tag,
         jobs=jobs,

@@ -13,7 +13,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.execution.output import mode_of, mode_of_directory, mode_of_file
-from ckpttool.formats import Source, open_checkpoint
+from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class CpReport:
 
 def cp(  # noqa: PLR0913  public API
     src: Source,
-    dst: str | os.PathLike[str],
+    out: str | os.PathLike[str],
     *,
     tag: str | None = None,
     prove: bool = False,
@@ -58,12 +58,14 @@ def cp(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> CpReport:
     """Copy a whole checkpoint from one storage to another; ``latest`` is written last.
 
     Args:
         src: As for ``inspect``. Several directories become one.
-        dst: The root that gets a directory of the same tag and the sidecar files; for a format without tags, the
+        out: The root that gets a directory of the same tag and the sidecar files; for a format without tags, the
             directory itself.
         tag: As for ``inspect``.
         prove: Digest the checkpoint and the copy, and commit only if they are equal.
@@ -74,11 +76,14 @@ def cp(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         ArgumentError: An argument is outside its range.
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -91,16 +96,15 @@ def cp(  # noqa: PLR0913  public API
         trust_names=trust_names,
         storage_options=storage_options,
     )
-    return _cp(src, checked_path("dst", dst), options)
+    return _cp(src, checked_path("out", out), options)
 
 
-def _cp(src: Source, dst: str, options: Options) -> CpReport:
+def _cp(src: Source, out: str, options: Options) -> CpReport:
     from ckpttool.catalog import copy_plan
     from ckpttool.catalog.cleanup import remove_left_over_files
 
-    checked_path("dst", dst)
     checkpoint = options.open(src)
-    root = Destination(dst, options.storage_options)
+    root = Destination(out, options.storage_options)
     tagged = copy_plan.is_tagged(checkpoint)
     mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if tagged else 0
     run = Run(root.within(checkpoint.tag, mode) if tagged else root, options)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, PruneError, StorageError
+from ckpttool.formats import opening_options
 from ckpttool.storage import MANIFEST, THINNING
 from ckpttool.storage.base import MISSING
 
@@ -27,12 +28,20 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
-def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Catalog:
+def ls(
+    root: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
+) -> Catalog:
     """List the checkpoints in a directory, sorted by step, and whether each is whole.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: The directory cannot be read, or holds no checkpoint.
@@ -40,10 +49,19 @@ def ls(root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | Non
     from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
 
-    return catalog(checked_path("root", root), options=storage_options)
+    options = opening_options(storage_options, follow_links, open_budget)
+    return catalog(checked_path("root", root), options=options)
 
 
-def pin(src: Source, *, why: str, tag: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Pin:
+def pin(
+    src: Source,
+    *,
+    why: str,
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
+) -> Pin:
     """Pin a checkpoint: no rule of ``prune``, ``CheckpointManager`` or a trainer's rotation removes or thins it.
 
     The pin is a small file in its directory. It replaces an earlier pin, and goes with the directory: a save that
@@ -54,6 +72,8 @@ def pin(src: Source, *, why: str, tag: str | None = None, storage_options: Mappi
         why: The reason, for people.
         tag: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: There is no sound checkpoint, the reason is empty, or the pin cannot be written.
@@ -62,19 +82,28 @@ def pin(src: Source, *, why: str, tag: str | None = None, storage_options: Mappi
 
     if not why.strip():
         raise ArgumentError("why", "is empty", "say why the checkpoint is to be kept")
-    storage, directory = _find(src, tag, storage_options)
+    storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
     made = Pin(_who(), time.time(), why.strip())
     write_pin(storage, directory, made)
     return made
 
 
-def unpin(src: Source, *, tag: str | None = None, storage_options: Mapping[str, Any] | None = None) -> Pin:
+def unpin(
+    src: Source,
+    *,
+    tag: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
+) -> Pin:
     """Remove the pin of a checkpoint; return it.
 
     Args:
         src: As for ``pin``.
         tag: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         PlanError: The checkpoint is not pinned.
@@ -83,7 +112,7 @@ def unpin(src: Source, *, tag: str | None = None, storage_options: Mapping[str, 
     from ckpttool.commit.marks import find_pin
     from ckpttool.storage import PIN
 
-    storage, directory = _find(src, tag, storage_options)
+    storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
     found = find_pin(storage, directory)
     if found is None:
         raise PlanError(directory, "is not pinned", "ls shows which checkpoints are")
@@ -140,6 +169,8 @@ def prune(  # noqa: PLR0913  public API
     memory: int | str | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> list[Decision]:
     """Remove the checkpoints of a root that no rule keeps, or thin them: their weights stay, without optimizer states.
 
@@ -165,6 +196,8 @@ def prune(  # noqa: PLR0913  public API
         memory: As for ``consolidate``.
         progress: Called with (bytes of thin checkpoints written, bytes in all).
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Returns:
         A decision with its reason for each checkpoint, oldest first.
@@ -174,6 +207,7 @@ def prune(  # noqa: PLR0913  public API
         CkptError: The directory cannot be read, or no checkpoint has the number; nothing was changed.
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.api.options import Options
     from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.formats import Source, open_checkpoint, source_paths
+from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
 from ckpttool.model import Checkpoint
 from ckpttool.units import Meter
 
@@ -32,6 +32,8 @@ def inspect(
     tag: str | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> Checkpoint:
     """Read the layout of a checkpoint; no weights are read and no code in it is run.
 
@@ -43,10 +45,13 @@ def inspect(
         trust_names: Accept a file whose content names another file name, after a deliberate rename. By default it is
             refused.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: what fsspec finds itself.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: There is no sound checkpoint; names the file, the problem and the next step.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
 
 
@@ -60,7 +65,7 @@ def _notebook(checkpoint: Checkpoint) -> str:
 Checkpoint._notebook = _notebook
 
 
-def verify(
+def verify(  # noqa: PLR0913  public API
     src: Source,
     *,
     tag: str | None = None,
@@ -68,8 +73,10 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
-    key: Key | None = None,
+    sign_key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding, raises none.
 
@@ -81,12 +88,15 @@ def verify(
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
-        key: The checkpoint must have been signed with it; every byte is read. As ``CheckpointManager``'s ``sign_key``.
+        sign_key: The checkpoint must have been signed with it; every byte is read. As for ``CheckpointManager``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         PlanError: The key cannot be read.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.analysis.verify import verify_checkpoint
     from ckpttool.commit.signing import read_key
 
@@ -99,7 +109,7 @@ def verify(
         progress=progress,
         options=storage_options,
         trust_names=trust_names,
-        key=read_key(key),
+        key=read_key(sign_key),
     )
 
 
@@ -118,6 +128,8 @@ def diff(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> DiffReport:
     """Compare two checkpoints of any formats and topologies: names, shapes, weights and optimizer states.
 
@@ -138,11 +150,14 @@ def diff(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         ArgumentError: A tolerance is negative or not finite.
         CkptError: One of them is not sound, or cannot be read.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not 0 <= tolerance < math.inf:
             raise ArgumentError(name, f"is {tolerance}, not finite and 0 or more", "choose 0 for equality")
@@ -196,6 +211,8 @@ def stats(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> list[TensorStats]:
     """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
 
@@ -209,10 +226,13 @@ def stats(  # noqa: PLR0913  public API
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.analysis.stats import statistics
     from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
 
@@ -234,6 +254,8 @@ def digest(
     progress: Progress | None = None,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> Digest:
     """Digest the values of a checkpoint; sharding and file format make no difference.
 
@@ -244,10 +266,13 @@ def digest(
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.analysis import digest as digests
     from ckpttool.model.selection import contents
 
@@ -259,7 +284,7 @@ def digest(
 
 @dataclass(frozen=True, slots=True)
 class ExtractReport:
-    """Result of ``extract_to_file``."""
+    """Result of ``extract`` to a file."""
 
     out: str
     """The file."""
@@ -280,103 +305,69 @@ class ExtractReport:
 def extract(  # noqa: PLR0913  public API
     src: Source | Checkpoint,
     name: str,
+    out: str | os.PathLike[str] | None = None,
     *,
     tag: str | None = None,
     state: str = "weights",
-    part: Any = None,
+    index: Any = None,
     framework: Literal["numpy", "torch"] = "numpy",
     check: Check = "read",
+    overwrite: bool = False,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> Any:
-    """Read one tensor, or a slice of it; only its bytes are read.
+    """Read one tensor, or a slice of it, and return it or write it to a file; only its bytes are read.
 
     Args:
         src: As for ``inspect``, or the ``Checkpoint`` that ``inspect`` returned.
         name: Parameter or buffer, by its own or a tied name.
+        out: File to write, of the kind of its suffix: ``.safetensors``, ``.npy`` or ``.pt``; default: none.
         tag: As for ``inspect``.
         state: "weights" for the fp32 master weights, or where there are none the model's own copy; or the name of a
             state in the checkpoint: "fp32", "module", "exp_avg", ...
-        part: Index as in ``tensor[part]``: integers and slices of step 1, one for each dimension from the first on;
+        index: As in ``tensor[index]``: integers and slices of step 1, one for each dimension from the first on;
             default: the whole tensor.
+        framework: What to return: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
         check: As for ``consolidate``.
-        framework: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
+        overwrite: Replace ``out`` if it exists.
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Returns:
-        The tensor in its type and shape; it owns its memory.
+        The tensor in its type and shape, which owns its memory; with ``out`` an ``ExtractReport``.
 
     Raises:
-        ArgumentError: An argument is outside its range, or ``part`` does not fit the shape.
+        ArgumentError: An argument is outside its range, or ``index`` does not fit the shape.
         ChecksumError: The bytes read differ from those saved.
-        CkptError: The checkpoint is not sound, or holds no such tensor.
+        CkptError: The checkpoint is not sound, contains no such tensor, or the file cannot be written.
     """
-    from ckpttool.analysis.extract import read_part
+    from ckpttool.analysis.extract import encode, read_part
     from ckpttool.model import Checkpoint
     from ckpttool.model.selection import find
-
-    check_choice("framework", framework, ("numpy", "torch"))
-    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
-    checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
     from ckpttool.plan.builder import source_files
 
+    check_choice("framework", framework, ("numpy", "torch"))
+    storage_options = opening_options(storage_options, follow_links, open_budget)
+    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
+    found = find(checkpoint, name, state)
     checks = options.read_checks(source_files(checkpoint), checkpoint)
-    values = read_part(checkpoint, find(checkpoint, name, state), part, checks)
+    values = read_part(checkpoint, found, index, checks)
+    if out is not None:
+        from ckpttool.execution.destination import write_file
+        from ckpttool.execution.output import mode_of
+
+        path = checked_path("out", out)
+        parts = encode(values, name, path)
+        written = write_file(path, parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint))
+        report = None if checks is None else checks.report
+        return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)
     if framework == "torch":
         from ckpttool.integrations.torch.objects import as_torch
 
         return as_torch(values)
     return values
-
-
-def extract_to_file(  # noqa: PLR0913  public API
-    src: Source,
-    name: str,
-    out: str | os.PathLike[str],
-    *,
-    tag: str | None = None,
-    state: str = "weights",
-    part: Any = None,
-    check: Check = "read",
-    overwrite: bool = False,
-    trust_names: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-) -> ExtractReport:
-    """Write one tensor, or a slice of it, to a file; only its bytes are read, and it is held in memory once.
-
-    Args:
-        src: As for ``inspect``.
-        name: As for ``extract``.
-        out: File to write; its ending tells the kind: ``.safetensors``, ``.npy`` or ``.pt``.
-        tag: As for ``inspect``.
-        state: As for ``extract``.
-        part: As for ``extract``.
-        check: As for ``consolidate``.
-        overwrite: Replace the file if it is there.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-
-    Raises:
-        ArgumentError: ``part`` does not fit the shape.
-        ChecksumError: The bytes read differ from those saved.
-        CkptError: The checkpoint is not sound, holds no such tensor, or the file cannot be written.
-    """
-    from ckpttool.analysis.extract import encode, read_part
-    from ckpttool.execution.destination import write_file
-    from ckpttool.execution.output import mode_of
-    from ckpttool.model.selection import find
-
-    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
-    checkpoint = options.open(src)
-    found = find(checkpoint, name, state)
-    from ckpttool.plan.builder import source_files
-
-    checks = options.read_checks(source_files(checkpoint), checkpoint)
-    values = read_part(checkpoint, found, part, checks)
-    parts = encode(values, name, checked_path("out", out))
-    written = write_file(
-        checked_path("out", out), parts, overwrite=overwrite, options=storage_options, mode=mode_of(checkpoint)
-    )
-    report = None if checks is None else checks.report
-    return ExtractReport(written, name, state, found.dtype, values.shape, values.nbytes, report)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import check_at_least
 from ckpttool.errors import ArgumentError, StorageError
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import open_checkpoint, opening_options
 from ckpttool.messages import brief
 from ckpttool.model.batch import (
     ACCUMULATION,
@@ -35,6 +35,8 @@ def resume_config(
     tag: str | None = None,
     train_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> dict[str, Any]:
     """Return a configuration whose global batch on another number of ranks equals that of the saved run.
 
@@ -49,6 +51,8 @@ def resume_config(
         tag: As for ``inspect``.
         train_batch_size: The global batch, in the place of the one in ``src`` and ``ds_config``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Returns:
         A copy with ``train_batch_size``, ``train_micro_batch_size_per_gpu`` and ``gradient_accumulation_steps``.
@@ -57,6 +61,7 @@ def resume_config(
         ArgumentError: The global batch is unknown, or not divisible by the number of ranks; names numbers that fit.
         CkptError: The checkpoint cannot be opened.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     check_at_least("world_size", world_size, 1)
     check_at_least("train_batch_size", train_batch_size, 1)
     config = _configuration(ds_config)

@@ -13,13 +13,14 @@ import click
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run_command
 
-MODULES = {
-    "reading": ("inspect", "verify", "diff", "stats", "extract"),
-    "writing": ("consolidate", "convert", "average", "cp"),
-    "keeping": ("ls", "prune", "pin", "unpin"),
+SECTIONS = {
+    "Look": {"inspect": "reading", "verify": "reading", "diff": "reading", "stats": "reading", "digest": "reading"},
+    "Export": {"consolidate": "writing", "average": "writing", "extract": "reading"},
+    "Resume": {"convert": "writing"},
+    "Keep": {"ls": "keeping", "prune": "keeping", "pin": "keeping", "unpin": "keeping", "cp": "writing"},
 }
-"""The module of each command."""
-COMMANDS = {command: module for module, commands in MODULES.items() for command in commands}
+"""The commands and their modules, by section of the help."""
+COMMANDS = {command: module for commands in SECTIONS.values() for command, module in commands.items()}
 GC_OBJECTS = 100_000
 """Allocations of containers between two garbage collections."""
 
@@ -28,8 +29,15 @@ class _Commands(click.Group):
     """Imports the module of a command when it is called: start-up takes half of the time of a small command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
-        return sorted(COMMANDS)
+        """Return the names of all commands."""
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section."""
+        for section, names in SECTIONS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(section):
+                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command by its name; None if there is none."""
@@ -42,14 +50,19 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="ckpttool")
 def cli() -> None:
-    """Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them.
+    r"""Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them.
 
     SRC is a checkpoint root (with a file named latest), a tag's directory, a Hugging Face Trainer's checkpoint-N, a
-    universal checkpoint, a directory of torch.distributed.checkpoint, or safetensors. Several SRC are directories of
-    one checkpoint, each with the files of some ranks. Sources and outputs may be URLs: s3://, gs://, az:// or any other
-    scheme of fsspec.
+    universal checkpoint, a directory of torch.distributed.checkpoint, or safetensors. Sources and outputs may be URLs:
+    s3://, gs://, az:// or any other scheme of fsspec.
 
-    Exit codes: 0 done; 1 the checkpoint is damaged, the operation failed or checkpoints differ; 2 wrong usage.
+    \b
+    Exit codes:
+      0    done; diff: equal; verify: sound
+      1    diff: different; verify: damaged
+      2    wrong usage
+      3    failed: a bad checkpoint, or the operation
+      130  interrupted
     """
 
 

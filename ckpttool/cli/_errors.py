@@ -1,4 +1,4 @@
-"""Errors as one line on stderr and an exit code: 1 for a bad checkpoint or a failure, 2 for wrong usage."""
+"""Errors as one line on stderr and an exit code: 2 for wrong usage, FAILED for a failure, INTERRUPTED."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from ckpttool.messages import hide_secrets, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from types import FrameType, TracebackType
+    from types import FrameType
 
+FAILED = 3
+"""Exit code of a failure: 1 says that ``diff`` found a difference, or ``verify`` damage."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as in shells."""
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
 FLAGS = {"storage_options": "storage_option"}
 """Options whose name differs from the parameter's."""
-POSITIONAL = frozenset({"src", "out", "dst", "root"})
+POSITIONAL = frozenset({"src", "out", "root"})
 """Parameters without a flag: the usage line shows them in capitals."""
 
 
@@ -36,8 +38,12 @@ def run_command(command: click.Command) -> NoReturn:
         _silence_logs()  # to look at local files imports no library that logs, and should start fast
     # SIGTERM ends the command like Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
-    sys.excepthook = _print_bug
-    _leave(invoke(command, arguments))
+    try:
+        code = invoke(command, arguments)
+    except Exception as error:
+        _print_bug(error)
+        code = FAILED
+    _leave(code)
 
 
 def _silence_logs() -> None:
@@ -70,7 +76,9 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         code = command.main(list(arguments), prog_name="ckpttool", standalone_mode=False)
     except click.ClickException as error:
         click.echo(hide_secrets(_shown(error)), err=True, nl=False)
-        return error.exit_code
+        return error.exit_code if isinstance(error, click.UsageError) else FAILED
+    except SystemExit:  # click's answer to a closed pipe on the standard output
+        return FAILED
     except CkptError as error:
         # prune prints its decisions as JSON before it fails.
         if "--json" in arguments and not getattr(error, "decisions", ()):
@@ -82,9 +90,9 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
             import traceback
 
             click.echo(hide_secrets(traceback.format_exc()), err=True, nl=False)
-            return 1
+            return FAILED
         click.echo(f"Error: {with_flags(error)}", err=True)
-        return 1
+        return FAILED
     except (click.Abort, KeyboardInterrupt):
         click.echo("Error: interrupted; nothing was left half-written", err=True)
         return INTERRUPTED
@@ -135,11 +143,11 @@ def _shown(error: click.ClickException) -> str:
     return text.getvalue()
 
 
-def _print_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_bug(error: Exception) -> None:
     """Print the traceback of a bug without secrets: users paste it into public reports."""
     import traceback
 
-    sys.stderr.write(hide_secrets("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

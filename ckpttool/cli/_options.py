@@ -8,21 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckpttool.budget import OPTION
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
-from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FOLLOW_LINKS = "ckpttool.follow_links"
-"""Key of ``--follow-links`` in a command's context."""
-_OPEN_BUDGET = "ckpttool.open_budget"
-"""Key of ``--open-budget``."""
-_NO_CHECK = "ckpttool.no_check"
-"""Key of ``--no-check``."""
 F = TypeVar("F", bound="Callable[..., Any]")
 if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
@@ -57,46 +49,147 @@ class SizeType(_IntegerType):
             self.fail(f"{brief(value)} is not a size: {error.hint}", param, ctx)
 
 
-sources_argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...")
+class Command(click.Command):
+    """A command whose help lists the options that many commands share in a section of their own, after its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write both sections."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Common options": []}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
+            if record is not None:
+                sections["Common options" if option.name in COMMON else "Options"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+COMMON = frozenset(
+    {
+        "part",
+        "check",
+        "jobs",
+        "memory",
+        "ray",
+        "ray_address",
+        "as_json",
+        "trust_names",
+        "storage_options",
+        "follow_links",
+        "open_budget",
+        "debug",
+        "help",
+    }
+)
+"""Options that many commands share."""
+_PARTS = "ckpttool.parts"
+"""Key of ``--part`` in a command's context."""
+_RAY_ADDRESS = "ckpttool.ray_address"
+"""Key of ``--ray-address``."""
+
+
+def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """Return a callback that keeps the value of an option in the context, for the callback of another one."""
+
+    def note(context: click.Context, _: click.Parameter, value: Any) -> None:
+        context.meta[key] = value
+
+    return note
+
+
+def _source(context: click.Context, _: click.Parameter, value: str) -> str | tuple[str, ...]:
+    return (value, *context.meta[_PARTS]) if context.meta[_PARTS] else value
+
+
+def _sources(context: click.Context, _: click.Parameter, values: tuple[str, ...]) -> tuple[str | tuple[str, ...], ...]:
+    if not context.meta[_PARTS]:
+        return values
+    if len(values) > 1:
+        raise click.UsageError("--part is for a single SRC")
+    return ((*values, *context.meta[_PARTS]),)
+
+
+def _part_option(function: F) -> F:
+    return click.option(
+        "--part",
+        multiple=True,
+        metavar="DIR",
+        is_eager=True,  # before SRC
+        expose_value=False,
+        callback=_note(_PARTS),
+        help="Directory with the files of further ranks of SRC, from the disk of another node (repeatable).",
+    )(function)
+
+
+def source_argument(function: F) -> F:
+    """Add SRC, one checkpoint, and ``--part`` for the directories of other nodes."""
+    return click.argument("src", type=click.Path(), callback=_source)(_part_option(function))
+
+
+def sources_argument(function: F) -> F:
+    """Add SRC..., several checkpoints, and ``--part`` for the directories of other nodes if there is only one."""
+    argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...", callback=_sources)
+    return argument(_part_option(function))
+
+
 out_argument = click.argument("out", type=click.Path())
 tag_option = click.option("--tag", metavar="TAG", help="Tag of the checkpoint in a root.  [default: the tag in latest]")
 trust_option = click.option(
-    "--trust-names", is_flag=True, help="Accept files whose content names another file name, after a deliberate rename."
+    "--trust-names", is_flag=True, help="Accept renamed files (the name recorded inside differs)."
 )
 include_option = click.option(
-    "--include", multiple=True, metavar="GLOB", help="Only parameters whose name matches (repeatable)."
+    "--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches (repeatable)."
 )
 exclude_option = click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="No parameters whose name matches (repeatable)."
+    "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches (repeatable)."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-memory_option = click.option(
-    "--memory", type=SizeType(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
+html_option = click.option(
+    "--html", metavar="FILE", help="Write a self-contained HTML page (- for stdout); replaces an earlier page."
 )
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the planned files and what the run needs, and write nothing."
 )
+prove_option = click.option(
+    "--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal."
+)
 resume_option = click.option(
-    "--resume", is_flag=True, help="Continue from the files that a killed run with --resume and the same SRC completed."
+    "--resume", is_flag=True, help="Reuse files that an interrupted run with --resume and the same SRC completed."
 )
-jobs_option = click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    help="Threads.  [default: one per core (at most 4), 16 for remote storages]",
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace weights in OUT.")
+jobs_option = click.option("--jobs", type=click.IntRange(1, 256), help="Threads.  [default: automatic]")
+memory_option = click.option(
+    "--memory", type=SizeType(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
 )
-
-
-ray_option = click.option(
-    "--ray",
-    is_flag=False,
-    flag_value="",
-    metavar="[ADDRESS]",
-    help="Spread the work over a Ray cluster: the one at ADDRESS, or the one that Ray finds, or a new one on this "
-    "machine. Without ADDRESS, --ray must be the last option.",
+check_option = click.option(
+    "--check",
+    type=click.Choice(["read", "full", "off"]),
+    help="Compare the CRC-32 of records read whole (read), or also of those read in part (full).  [default: read]",
 )
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
 
-def _storage_options(context: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
+def _ray(context: click.Context, _: click.Parameter, value: bool) -> bool | str | None:
+    """Return the cluster; ``--ray-address`` implies ``--ray``."""
+    return context.meta[_RAY_ADDRESS] or value or None
+
+
+def run_options(function: F) -> F:
+    """Add the options of commands that run a plan."""
+    ray = click.option("--ray", is_flag=True, callback=_ray, help="Spread the work over a Ray cluster.")
+    address = click.option(
+        "--ray-address",
+        metavar="ADDRESS",
+        is_eager=True,  # before --ray
+        expose_value=False,
+        callback=_note(_RAY_ADDRESS),
+        help="Address of the Ray cluster, such as auto or head:6379.  [default: the one that Ray finds, or a new one]",
+    )
+    return check_option(jobs_option(memory_option(ray(address(function)))))
+
+
+def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
     """Parse KEY=VALUE pairs into fsspec options; dots make nested dictionaries."""
     result: dict[str, Any] = {}
     for text in values:
@@ -111,19 +204,7 @@ def _storage_options(context: click.Context, __: click.Parameter, values: tuple[
             if not isinstance(into, dict):
                 raise click.BadParameter(f"{path} and {name} cannot both be given")
         into[key] = _parsed_option(key, value)
-    if context.meta.get(_FOLLOW_LINKS):
-        result[FOLLOW_LINKS] = True
-    if context.meta.get(_OPEN_BUDGET) is not None:
-        result[OPTION] = context.meta[_OPEN_BUDGET]
     return result or None
-
-
-def _open_budget(context: click.Context, _: click.Parameter, value: float | None) -> None:
-    context.meta[_OPEN_BUDGET] = value
-
-
-def _follow_links(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.meta[_FOLLOW_LINKS] = value
 
 
 def _parsed_option(key: str, value: str) -> Any:
@@ -137,43 +218,26 @@ def _parsed_option(key: str, value: str) -> Any:
     return value
 
 
-def storage_option(function: F) -> F:
-    """Add ``--storage-option``, ``--follow-links`` and ``--open-budget``: options of a storage."""
-    function = click.option(
-        "--open-budget",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="FACTOR",
-        is_eager=True,
-        expose_value=False,
-        callback=_open_budget,
-        help="Multiply the memory and time that opening a checkpoint may take.  [default: 1]",
-    )(function)
-    function = click.option(
-        "--follow-links",
-        is_flag=True,
-        is_eager=True,  # before --storage-option, whose callback reads it
-        expose_value=False,
-        callback=_follow_links,
-        help="Follow links in a checkpoint out of its root, to any file that you may read.",
-    )(function)
-    return click.option(
+def common_options(function: F) -> F:
+    """Add the options of all commands: of storages and of opening, and ``--debug``."""
+    storage = click.option(
         "--storage-option",
         "storage_options",
         multiple=True,
         metavar="KEY=VALUE",
         callback=_storage_options,
         help="Option of the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
-    )(function)
-
-
-def html_options(function: F) -> F:
-    """Add ``--html``, and ``--overwrite`` for the page."""
-    function = click.option("--overwrite", is_flag=True, help="Replace the page if it is there.")(function)
-    return click.option(
-        "--html",
-        metavar="FILE",
-        help="Write a page for a browser: one file, which needs no network (-: to the standard output).",
-    )(function)
+    )
+    links = click.option(
+        "--follow-links", is_flag=True, help="Follow links that leave a checkpoint's root, to any file you may read."
+    )
+    budget = click.option(
+        "--open-budget",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="FACTOR",
+        help="Multiply the memory and time that opening a checkpoint may take.  [default: 1]",
+    )
+    return storage(links(budget(debug_option(function))))
 
 
 RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")
@@ -197,13 +261,13 @@ def retention_options(function: F) -> F:
         click.option(
             "--thin",
             type=click.Choice(["bf16", "fp32"]),
-            help="Keep the weights of those that no rule keeps, in this type; only their optimizer states go.",
+            help="Instead of deleting a checkpoint, keep its weights in this dtype and delete its optimizer states.",
         ),
         click.option(
             "--thin-every",
             type=click.IntRange(min=1),
             metavar="K",
-            help="Thin only those whose step is a multiple of K, and remove the others.  [default type: bf16]",
+            help="Thin only those whose step is a multiple of K, and delete the others.  [default dtype: bf16]",
         ),
     )
     for rule in reversed(rules):
@@ -211,87 +275,28 @@ def retention_options(function: F) -> F:
     return function
 
 
-def page_of(given: dict[str, Any], as_json: bool, *others: str) -> dict[str, Any]:
-    """Take the options of a page out of those of a command.
-
-    Args:
-        given: Options of the command; those of the page are removed.
-        as_json: Whether JSON is asked for.
-        others: Further options that only the page has.
-
-    Raises:
-        click.UsageError: One of them is given without ``--html``, or JSON is asked for as well.
-    """
-    page = {name: given.pop(name) for name in ("html", "overwrite", *others)}
-    for name in ("overwrite", *others):
-        if page["html"] is None and page[name] not in {None, False}:
-            raise click.UsageError(f"--{name.replace('_', '-')} is for --html")
-    if page["html"] is not None and as_json:
-        raise click.UsageError("choose one of --html and --json")
-    return page
-
-
-def check_page(page: dict[str, Any], given: dict[str, Any]) -> None:
+def check_page(html: str | None, as_json: bool, given: dict[str, Any]) -> None:
     """Refuse a page that must not be written, before any work is done.
 
+    Args:
+        html: The value of ``--html``.
+        as_json: Whether ``--json`` is given.
+        given: The other options of the command.
+
     Raises:
-        StorageError: The file exists.
+        click.UsageError: The page and JSON, or a page on the terminal.
+        StorageError: The file exists and is not a page, or it cannot be written.
     """
-    if page["html"] is None:
+    if html is None:
         return
+    if as_json:
+        raise click.UsageError("choose one of --html and --json")
     from ckpttool.api._pages import STDOUT
     from ckpttool.api._pages import check_page as check
 
-    if page["html"] == STDOUT and sys.stdout.isatty():
+    if html == STDOUT and sys.stdout.isatty():
         raise click.UsageError("--html - writes to the standard output: redirect it to a file")
-
-    check(page["html"], overwrite=page["overwrite"], storage_options=given["storage_options"])
-
-
-def _no_check(context: click.Context, _: click.Parameter, value: bool) -> None:
-    context.meta[_NO_CHECK] = value
-
-
-def _check(context: click.Context, _: click.Parameter, value: str | None) -> str | None:
-    if not context.meta[_NO_CHECK]:
-        return value
-    if value not in {None, "off"}:
-        raise click.UsageError(f"--check {value} and --no-check contradict each other")
-    return "off"
-
-
-def check_options(function: F) -> F:
-    """Add ``--check``, and ``--no-check`` for ``--check off``."""
-    function = click.option(
-        "--no-check",
-        is_flag=True,
-        is_eager=True,  # before --check
-        expose_value=False,
-        callback=_no_check,
-        help="Compare no checksums.",
-    )(function)
-    return click.option(
-        "--check",
-        type=click.Choice(["read", "full", "off"]),
-        callback=_check,
-        help="Compare the CRC-32 of records read whole (read), or also of those read in part (full).  [default: read]",
-    )(function)
-
-
-def debug_option(function: F) -> F:
-    """Add ``--debug``; ``_errors`` reads it from the arguments."""
-    help_text = "Show the traceback of an error."
-    return click.option("--debug", is_flag=True, expose_value=False, help=help_text)(function)
-
-
-def common_options(function: F) -> F:
-    """Add the options of all commands: of storages, and ``--debug``."""
-    return storage_option(debug_option(function))
-
-
-def run_options(function: F) -> F:
-    """Add the options of commands that run a plan: ``--jobs``, ``--memory`` and ``--ray``."""
-    return jobs_option(memory_option(ray_option(function)))
+    check(html, storage_options=given["storage_options"])
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:

@@ -119,26 +119,23 @@ def _print_remarks(written: Written, notes: Sequence[str]) -> None:
         print_line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
 
 
-def write_page(page: dict[str, Any], data: bytes, given: dict[str, Any]) -> None:
-    """Write the page of ``--html``, and print its path; with "-", write it to the standard output alone.
+def write_page(html: str, data: bytes, given: dict[str, Any]) -> None:
+    """Write the page of ``--html``, and print its path; with "-", write only the page, to the standard output.
 
     Args:
-        page: Options of the page.
-        data: Its bytes.
+        html: The value of ``--html``.
+        data: The page.
         given: Options of the command.
 
     Raises:
-        StorageError: The file exists and must not be replaced, or cannot be written.
+        StorageError: It cannot be written.
     """
     from ckpttool.api import _pages
 
-    if page["html"] == _pages.STDOUT:
+    if html == _pages.STDOUT:
         write_bytes(data)
         return
-    written = _pages.write_page(
-        page["html"], data, overwrite=page["overwrite"], storage_options=given["storage_options"]
-    )
-    print_line(f"{written}: wrote a page")
+    print_line(f"{_pages.write_page(html, data, storage_options=given['storage_options'])}: wrote a page")
 
 
 def print_checks(checks: ReadReport | None) -> None:

@@ -9,30 +9,30 @@ import click
 from ckpttool.cli import _options as options
 
 
-@click.command(short_help="Merge the shards into whole weights.")
-@options.sources_argument
+@click.command(cls=options.Command, short_help="Merge the shards into whole weights.")
+@options.source_argument
 @options.out_argument
-@click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Kind of file to write.")
+@click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Output format.")
 @options.tag_option
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Type of the parameters.  [default: fp32]")
-@click.option(
-    "--weights",
-    type=click.Choice(["masters", "module"]),
-    help="The optimizer's fp32 master weights, or the model's own copies (stages 1 and 2).  [default: masters]",
-)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="dtype of the parameters.  [default: fp32]")
 @click.option(
     "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
+)
+@click.option(
+    "--weights-from",
+    type=click.Choice(["masters", "module"]),
+    help="The optimizer's fp32 master weights, or the model's 16-bit weights (stages 1 and 2).  [default: masters]",
 )
 @options.include_option
 @options.exclude_option
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
 @click.option("--adapter-only", is_flag=True, help="Write the trained PEFT adapter, as PEFT does.")
-@click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as safetensors.")
 @click.option("--merge-lora", is_flag=True, help="Merge the trained LoRA adapter into the base model, as PEFT does.")
 @click.option(
     "--base", metavar="SRC", help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]"
 )
 @click.option("--adapter", multiple=True, metavar="NAME", help="Adapter to merge, if there are several (repeatable).")
+@click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as safetensors.")
 @click.option(
     "--rename",
     multiple=True,
@@ -41,16 +41,15 @@ from ckpttool.cli import _options as options
     "(repeatable, applied in order).",
 )
 @click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
-@click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
-@options.check_options
+@options.overwrite_option
 @options.dry_run_option
+@options.prove_option
 @options.resume_option
-@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
 @options.run_options
 @options.json_option
 @options.trust_option
 @options.common_options
-def consolidate(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
     Parameters come from the fp32 master weights. OUT gets the names that Hugging Face's libraries look for, and the
@@ -72,10 +71,15 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 """Options of ``--to zero``."""
 
 
-@click.command(short_help="Write a checkpoint for another number of ranks, stage or loader.")
-@options.sources_argument
+@click.command(cls=options.Command, short_help="Write a checkpoint for another number of ranks, stage or loader.")
+@options.source_argument
 @options.out_argument
-@click.option("--to", type=click.Choice(["zero", "universal", "dcp"]), required=True, help="The loader of the output.")
+@click.option(
+    "--to",
+    type=click.Choice(["zero", "universal", "dcp"]),
+    required=True,
+    help="Output format.",
+)
 @options.tag_option
 @click.option(
     "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks of the run that will load it (for zero)."
@@ -106,15 +110,14 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
     default=None,
     help='Names of buffers, if SRC is weights-only or DCP, for stage 3; "" if there are none. Repeatable.',
 )
-@click.option("--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal.")
-@options.check_options
 @options.dry_run_option
+@options.prove_option
 @options.resume_option
 @options.run_options
 @options.json_option
 @options.trust_option
 @options.common_options
-def convert(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
@@ -159,7 +162,7 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
         raise click.BadParameter("write numbers between commas, such as 1,2,4") from None
 
 
-@click.command(short_help="Average several checkpoints of one model.")
+@click.command(cls=options.Command, short_help="Average several checkpoints of one model.")
 @options.sources_argument
 @options.out_argument
 @click.option(
@@ -185,12 +188,12 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
     type=click.Choice(["constant", "linear", "cosine", "1-sqrt"]),
     help="Weights that stand for this decay of the learning rate (WSM), the oldest SRC first.",
 )
-@click.option("--accumulate", type=click.Choice(["fp32", "fp64"]), help="Type to compute in.  [default: fp32]")
+@click.option("--accumulate", type=click.Choice(["fp32", "fp64"]), help="dtype to compute in.  [default: fp32]")
 @options.tag_option
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Type of the parameters; for zero the type to train in, if no SRC records it.  [default: fp32]",
+    help="dtype of the parameters; for zero the dtype to train in, if no SRC records it.  [default: fp32]",
 )
 @click.option(
     "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
@@ -201,15 +204,14 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
     "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks for zero.  [default: the newest SRC's]"
 )
 @click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage for zero.  [default: the newest SRC's]")
-@click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
-@options.check_options
+@click.option("--overwrite", is_flag=True, help="Replace weights in OUT (for safetensors).")
 @options.dry_run_option
-@click.option("--overwrite", is_flag=True, help="Replace weights that OUT already holds.")
+@click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
 @options.run_options
 @options.json_option
 @options.trust_option
 @options.common_options
-def average(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None:
+def average(src: tuple[Any, ...], out: str, as_json: bool, **given: Any) -> None:
     """Average the checkpoints SRC, each of the same model, into OUT.
 
     The fp32 master weights are averaged, in the order of SRC. Sources may have different formats, stages and numbers of
@@ -228,7 +230,7 @@ def average(src: tuple[str, ...], out: str, as_json: bool, **given: Any) -> None
         print_average_report(report)
 
 
-def _check_average(src: tuple[str, ...], given: dict[str, Any]) -> None:
+def _check_average(src: tuple[Any, ...], given: dict[str, Any]) -> None:
     """Refuse options that exclude each other.
 
     Raises:
@@ -248,31 +250,29 @@ def _check_average(src: tuple[str, ...], given: dict[str, Any]) -> None:
         raise click.UsageError("--prove needs the output that --dry-run does not write")
 
 
-@click.command(short_help="Copy a whole checkpoint to another storage.")
-@options.sources_argument
-@click.argument("dst", type=click.Path())
+@click.command(cls=options.Command, short_help="Copy a whole checkpoint to another storage.")
+@options.source_argument
+@options.out_argument
 @options.tag_option
 @click.option("--prove", is_flag=True, help="Digest the checkpoint and the copy, and commit only if they are equal.")
-@options.check_options
-@click.option(
-    "--resume", is_flag=True, help="Continue from the files that a killed or failed run of the same copy completed."
-)
+@options.resume_option
+@options.check_option
 @options.jobs_option
 @options.memory_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def cp(src: tuple[str, ...], dst: str, as_json: bool, **given: Any) -> None:
-    """Copy the checkpoint SRC into the root DST: the directory of its tag, and its sidecar files.
+def cp(src: Any, out: str, as_json: bool, **given: Any) -> None:
+    """Copy the checkpoint SRC into the root OUT: the directory of its tag, and its sidecar files.
 
-    SRC and DST may be on different storages. latest is written after the whole copy was read back.
+    SRC and OUT may be on different storages. latest is written last, after the copy is read back.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
     from ckpttool.cli._reports import print_cp_report
 
     with progress_bar("cp") as progress:
-        report = ckpttool.cp(src, dst, progress=progress, **options.chosen(given))
+        report = ckpttool.cp(src, out, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:

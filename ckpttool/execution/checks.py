@@ -521,16 +521,16 @@ def failed_checks(
             master, copy = (SHORT_NAMES.get(d, d) for d in checks.casts[int(row["cast"])])
             if name in checks.guessed:
                 problem = f"does not record which {master} master {checks.names[name]} has: several have its shape"
-                hint = 'resume from it with ckpttool.load, or consolidate with weights="module"'
-                yield PlanError(checks.sources[int(row["copy_source"])].path, problem, hint, ("weights",))
+                hint = 'resume from it with ckpttool.load, or consolidate with weights_from="module"'
+                yield PlanError(checks.sources[int(row["copy_source"])].path, problem, hint, ("weights_from",))
                 continue
             yield LayoutError(
                 checks.sources[int(row["copy_source"])].path,
                 f"the {copy} copy of {checks.names[name]} differs from its {master} master in "
                 f"{os.path.basename(checks.sources[int(row['source'])].path)}",
                 "two saves are mixed (restore it from a copy), or the model was changed after the optimizer's last "
-                'step (then consolidate with weights="module" writes the model\'s own copies)',
-                ("weights",),
+                'step (then consolidate with weights_from="module" writes the model\'s own copies)',
+                ("weights_from",),
             )
     finally:
         if sources is None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.budget import OPTION, opening
+from ckpttool.budget import opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
@@ -33,6 +33,7 @@ from ckpttool.storage import (
     without_credentials,
     without_secrets,
 )
+from ckpttool.storage.base import FOLLOW_LINKS, OF_OPENING, OPEN_BUDGET
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def open_checkpoint(
         src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several
             directories, each with the files of some ranks.
         tag: Tag to open in a root; default: the one that ``latest`` names.
-        options: Options of the storage's fsspec class; with ``follow_links``, links on local disk may leave the root.
+        options: As ``opening_options`` returns them.
         report: Receives findings after which reading can continue; the default raises the first.
         unfinished: Also read checkpoints with ckpttool's in-progress marker.
         storage: Its storage; default: opened by the path.
@@ -195,7 +196,7 @@ def open_checkpoint(
         problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
-    with opening(budget_factor(options)):
+    with opening((options or {}).get(OPEN_BUDGET, 1.0)):
         checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
     # One listing detects files that changed meanwhile; local files are checked when they are read.
     if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
@@ -207,19 +208,22 @@ def open_checkpoint(
     return checkpoint
 
 
-def budget_factor(options: Mapping[str, Any] | None) -> float:
-    """Return the factor that multiplies the budget of an open.
-
-    Args:
-        options: As for ``open_checkpoint``.
+def opening_options(
+    storage_options: Mapping[str, Any] | None, follow_links: bool = False, open_budget: float = 1.0
+) -> Mapping[str, Any] | None:
+    """Return the options of a storage together with those of ckpttool itself, as ``open_checkpoint`` takes them.
 
     Raises:
-        ArgumentError: It is not a number above 0.
+        ArgumentError: ``open_budget`` is not a number above 0, or the storage's options contain one of ckpttool's.
     """
-    value = (options or {}).get(OPTION, 1)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ArgumentError(OPTION, f"is {brief(value)}, not a number above 0", "choose 1 or more")
-    return float(value)
+    for name in OF_OPENING & set(storage_options or {}):
+        problem = f"contains {name}, which is an option of ckpttool and not of a storage"
+        raise ArgumentError("storage_options", problem, f"pass {name} as a parameter of its own", (name,))
+    if isinstance(open_budget, bool) or not open_budget > 0:
+        raise ArgumentError(OPEN_BUDGET, f"is {brief(open_budget)}, not a number above 0", "choose 1 or more")
+    own: dict[str, Any] = {FOLLOW_LINKS: True} if follow_links else {}
+    own |= {OPEN_BUDGET: float(open_budget)} if open_budget != 1 else {}
+    return {**(storage_options or {}), **own} if own else storage_options
 
 
 def _open(

@@ -243,6 +243,8 @@ class RayTrainCheckpoints:
         *,
         strict: bool = True,
         weights_only: bool = False,
+        optimizer: bool = True,
+        scheduler: bool = True,
         require_committed: bool = False,
         require_signed: bool = False,
     ) -> dict[str, Any] | None:
@@ -256,6 +258,8 @@ class RayTrainCheckpoints:
                 ``restore(engine) or restore(engine, given)``, which after a failure continues with the run's own.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
+            optimizer: As for ``ckpttool.load``.
+            scheduler: As for ``ckpttool.load``.
             require_committed: As for ``CheckpointManager.restore``.
             require_signed: As for ``CheckpointManager.restore``.
 
@@ -267,7 +271,9 @@ class RayTrainCheckpoints:
         """
         self.finish()
         self.restored = None
-        options = LoadOptions(strict=strict, weights_only=weights_only, allow=tuple(sorted(self._allow)))
+        options = LoadOptions(
+            strict=strict, weights_only=weights_only, optimizer=optimizer, scheduler=scheduler, allow=tuple(self._allow)
+        )
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, options, required)
@@ -492,11 +498,9 @@ def report(
     _current().report(engine, metrics, client_state=client_state, rank_state=rank_state)
 
 
-def restore(
-    engine: Any, checkpoint: Any = None, *, strict: bool = True, weights_only: bool = False, **required: bool
-) -> dict[str, Any] | None:
+def restore(engine: Any, checkpoint: Any = None, **options: bool) -> dict[str, Any] | None:
     """Load the newest commit of the run, or a given checkpoint; see ``RayTrainCheckpoints.restore``."""
-    return _current().restore(engine, checkpoint, strict=strict, weights_only=weights_only, **required)
+    return _current().restore(engine, checkpoint, **options)
 
 
 def restored() -> LoadReport | None:

@@ -34,8 +34,9 @@ SCRIPTS = {
 """Scripts of each view, in order. Each view is a function of that name in the last one."""
 STYLES = {"catalog": ("page.css", "vendor/uPlot.min.css"), "stats": ("page.css", "vendor/uPlot.min.css")}
 """Styles of a view that needs more than ``page.css``."""
-_TEMPLATE = """<!doctype html>
-<html lang="en">
+BEGIN = "<!doctype html>\n<!-- A page of ckpttool. -->\n"
+"""First characters of every page; a page replaces only a file that begins with them."""
+_TEMPLATE = """<html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -75,16 +76,19 @@ def page(view: str, title: str, data: dict[str, Any]) -> bytes:
     """
     script = _script(view)
     encoding, text = _encoded({"view": view, "title": title} | data)
-    return _TEMPLATE.format(
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        title=html.escape(printable(title, 300)),
-        style="\n".join(map(_static, STYLES.get(view, ("page.css",)))),
-        version=__version__,
-        encoding=encoding,
-        data=text,
-        licenses=_static("vendor/LICENSES.txt").strip(),
-        script=script,
-    ).encode()
+    return (
+        BEGIN.encode()
+        + _TEMPLATE.format(
+            digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            title=html.escape(printable(title, 300)),
+            style="\n".join(map(_static, STYLES.get(view, ("page.css",)))),
+            version=__version__,
+            encoding=encoding,
+            data=text,
+            licenses=_static("vendor/LICENSES.txt").strip(),
+            script=script,
+        ).encode()
+    )
 
 
 def _encoded(data: dict[str, Any]) -> tuple[str, str]:

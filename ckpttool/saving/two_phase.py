@@ -64,6 +64,8 @@ class Request:
     """``Manifest.batch``."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """``Manifest.provenance``."""
+    latest: bool = True
+    """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
@@ -211,7 +213,8 @@ def _finish(
         # A process that takes over first replaces the marker, then looks for a manifest.
         claim.check()
         committed = True
-        storage.put(latest, request.tag.encode())
+        if request.latest:
+            storage.put(latest, request.tag.encode())
     except CkptError:
         # All ranks have sent their results: none of them writes any more.
         if not committed:

@@ -89,8 +89,10 @@ NO_NAMES = frozenset({"", ".", ".."})
 """Components that a key of an object may have, but a path of a file may not."""
 FOLLOW_LINKS = "follow_links"
 """Option that allows symbolic links of local checkpoints to leave the root; remote storages have no links."""
-OF_OPENING = {FOLLOW_LINKS, "open_budget"}
-"""Options of ckpttool itself; all others go to the fsspec class."""
+OPEN_BUDGET = "open_budget"
+"""Option that multiplies the limits of opening a checkpoint; see ``budget``."""
+OF_OPENING = {FOLLOW_LINKS, OPEN_BUDGET}
+"""Options of ckpttool itself, beside those of a storage; all others go to the fsspec class."""
 
 
 class Entry(NamedTuple):

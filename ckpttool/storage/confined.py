@@ -106,7 +106,7 @@ class ConfinedStorage(LocalStorage):
         if not any(_is_within(real, base) for base in self._allowed(full)):
             problem, hint = (
                 "is reached through a link that leaves the checkpoint's root",
-                "copy it here, or pass follow_links=True as a storage option",
+                "copy it here, or pass follow_links=True",
             )
             raise LinkError(path, problem, hint, (FOLLOW_LINKS,))
 

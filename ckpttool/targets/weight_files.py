@@ -291,7 +291,7 @@ class WeightChoice:
 
     to: str
     dtype: str
-    weights: Literal["masters", "module"] = "masters"
+    weights_from: Literal["masters", "module"] = "masters"
     max_shard_size: int | str = "5GB"
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -307,7 +307,7 @@ class WeightChoice:
         Raises:
             ArgumentError: There is one.
         """
-        check_choice("weights", self.weights, ("masters", "module"))
+        check_choice("weights_from", self.weights_from, ("masters", "module"))
         check_choice("to", self.to, ("safetensors", "torch"))
         check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
         checked_size("max_shard_size", self.max_shard_size)
@@ -318,9 +318,18 @@ class WeightChoice:
         parse_renamings(self.rename)
         selects = self.include or self.exclude or self.exclude_frozen or self.adapter_only
         renames = self.rename or self.rename_map
-        if self.optimizer and (self.to != "safetensors" or self.weights != "masters" or selects or renames):
+        if self.optimizer and (self.to != "safetensors" or self.weights_from != "masters" or selects or renames):
             problem = "writes the whole model with its own names, as safetensors, from the fp32 master weights"
-            others = ("to", "weights", "include", "exclude", "exclude_frozen", "adapter_only", "rename", "rename_map")
+            others = (
+                "to",
+                "weights_from",
+                "include",
+                "exclude",
+                "exclude_frozen",
+                "adapter_only",
+                "rename",
+                "rename_map",
+            )
             raise ArgumentError("optimizer", problem, f"leave out {', '.join(others[1:])}", others)
 
 
@@ -353,13 +362,13 @@ def plan_weight_files(
         CkptError: The checkpoint has no such weights, or new names collide.
     """
     target = TRAINING_DTYPES[chosen.dtype]
-    proofs = sample_checks(checkpoint) if chosen.weights == "masters" else None
+    proofs = sample_checks(checkpoint) if chosen.weights_from == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     rules = parse_renamings(chosen.rename)
     if chosen.adapter_only:
         from ckpttool.targets import weights
 
-        selection = weights.select_adapter(checkpoint, source=chosen.weights, dtype=target)
+        selection = weights.select_adapter(checkpoint, source=chosen.weights_from, dtype=target)
         selection, unused = renamed(selection, chosen.rename_map, rules, checkpoint.location)
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=weights.STEM)
         companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (weights.CONFIG, "README.md"))
@@ -369,7 +378,7 @@ def plan_weight_files(
     else:
         selection = select_weights(
             checkpoint,
-            source=chosen.weights,
+            source=chosen.weights_from,
             dtype=target,
             include=chosen.include,
             exclude=chosen.exclude,

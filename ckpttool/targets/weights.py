@@ -326,7 +326,7 @@ def select_weights(
 def _weights_of(checkpoint: Checkpoint, parameter: Parameter, source: str) -> State:
     if source == "module" and MODULE not in parameter.states:
         problem = f"keeps no copy of {parameter.name} but the master: stage 3 saves none"
-        raise PlanError(checkpoint.location, problem, "leave weights at masters", ("weights",))
+        raise PlanError(checkpoint.location, problem, "leave weights_from at masters", ("weights_from",))
     return checkpoint.weights(parameter) if source == "masters" else parameter.states[MODULE]
 
 

@@ -29,7 +29,7 @@ def checkpoint() -> Checkpoint:
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_part_is_what_indexing_gives(part: Any, checkpoint: Checkpoint) -> None:
     expected = truth("zero3-dp3-bf16").tensors["fp32/up.weight"].numpy()
-    read = ckpttool.extract(checkpoint, "up.weight", part=part)
+    read = ckpttool.extract(checkpoint, "up.weight", index=part)
     wanted = expected if part is None else expected[part]
     assert read.shape == wanted.shape
     assert np.array_equal(read, wanted)
@@ -54,7 +54,7 @@ def test_torch_gets_its_own_types() -> None:
 @pytest.mark.parametrize("part", ["0:3", 1.5, True, slice(0, 9, 2), (0, 0, 0), 37, -38])
 def test_an_invalid_part_is_refused(part: Any, checkpoint: Checkpoint) -> None:
     with pytest.raises((ValueError, TypeError)):
-        ckpttool.extract(checkpoint, "up.weight", part=part)
+        ckpttool.extract(checkpoint, "up.weight", index=part)
 
 
 def test_only_the_bytes_of_the_part_are_read(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_only_the_bytes_of_the_part_are_read(checkpoint: Checkpoint, monkeypatch
         plain(self, start, buffer)
 
     monkeypatch.setattr(LocalReader, "read_into", counted)
-    ckpttool.extract(checkpoint, "up.weight", part=(slice(4, 6), slice(2, 5)), check="off")
+    ckpttool.extract(checkpoint, "up.weight", index=(slice(4, 6), slice(2, 5)), check="off")
     assert sum(read) == 2 * 3 * 4
 
 
@@ -76,4 +76,4 @@ def test_slices_of_tensor_parallel_tensors() -> None:
         expected = truth(name).tensors[f"fp32/{parameter}"].numpy()
         assert np.array_equal(ckpttool.extract(source(name), parameter), expected)
         part = (slice(1, 7),) if expected.ndim == 1 else (slice(1, 7), slice(2, 5))
-        assert np.array_equal(ckpttool.extract(source(name), parameter, part=part), expected[part])
+        assert np.array_equal(ckpttool.extract(source(name), parameter, index=part), expected[part])

@@ -59,7 +59,7 @@ def test_a_removal_that_may_delete_nothing_leaves_all_as_it_was(
     for _ in range(2):
         rules = ("--keep-last", 2) if mark is None else ("--torn", "--grace", 0)
         done = ckpttool("prune", bucket.url("run"), *rules)
-        assert done.code == 1
+        assert done.code == 3
         assert "global_step1: cannot be removed: " in done.stderr
         assert "stays" in next(line for line in done.stdout.splitlines() if line.startswith("global_step1"))
         assert _objects(bucket) == before
@@ -84,7 +84,7 @@ def test_old_files_that_stay_after_a_thinning_fail_every_prune(bucket: Bucket, p
     rules = ("--keep-last", 2, "--thin", "bf16", "--grace", 0)
     for _ in range(2):
         done = ckpttool("prune", bucket.url("run"), *rules)
-        assert done.code == 1, done
+        assert done.code == 3, done
         assert "is thin, but not all old files are removed: " in done.stderr
         assert "not all old files are removed" in " ".join(done.stdout.split())
     proxy.clear()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.cli import cli
-from ckpttool.cli._errors import invoke
+from ckpttool.cli._errors import FAILED, invoke
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class Outcome:
     @property
     def error(self) -> str:
         """The only line on stderr, of a command that failed as it should: no result, no traceback."""
-        assert self.code == 1, self
+        assert self.code == FAILED, self
         line = self.stderr.removesuffix("\n")
         assert line.startswith("Error: "), self
         if self.stdout:  # of --json

@@ -310,7 +310,7 @@ def test_flipped_bit_in_a_pickle_is_found_at_once(checkpoint_copy: Callable[[str
 def test_flipped_bit_really_changes_what_is_written(checkpoint_copy: Callable[[str], Path], tmp_path: Path) -> None:
     root = checkpoint_copy(ZERO3)
     _flip_in(root, "embed.weight", "fp32", 500)
-    assert ckpttool("consolidate", root, tmp_path / "out", "--to", "torch", "--no-check").code == 0
+    assert ckpttool("consolidate", root, tmp_path / "out", "--to", "torch", "--check", "off").code == 0
     written = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)["embed.weight"]
     assert (written != truth(ZERO3).tensors["fp32/embed.weight"]).sum() == 1
 

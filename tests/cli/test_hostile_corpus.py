@@ -48,13 +48,13 @@ def _commands(src: Path, out: Path) -> list[tuple[object, ...]]:
         ("inspect", src),
         ("inspect", src, "--json"),
         ("inspect", src, "--map"),
-        ("inspect", src, "--html", out / "page.html", "--verify"),
+        ("verify", src, "--html", out / "page.html"),
         ("verify", src),
         ("ls", src),
         ("prune", src, "--keep-last", "1", "--dry-run"),
         ("stats", src),
         ("diff", src, src),
-        ("extract", src, "up.weight", "-o", out / "x.npy"),
+        ("extract", src, "up.weight", out / "x.npy"),
         ("consolidate", src, out / "a", "--to", "safetensors"),
         ("convert", src, out / "b", "--to", "dcp"),
         ("cp", src, out / "c"),
@@ -162,13 +162,13 @@ def test_hostile_checkpoint_harms_nobody(name: str, tmp_path: Path) -> None:
     for command in commands:
         out.mkdir()
         done, memory = _in_child(lambda c=command: _limited(c, (str(src), str(out), *OURS)))  # type: ignore[misc]
-        assert done["code"] in {0, 1}, (command, done)
+        assert done["code"] in {0, 1, 3}, (command, done)
         assert done["touched"] == [], command
         assert done["s"] < SECONDS, command
         assert memory - base < NBYTES, command
         assert "cAnArY" not in done["stdout"] + done["stderr"], command
         assert "bug" not in done["stderr"], command
-        if done["code"] == 1 and command[0] != "verify" and "--verify" not in command:
+        if done["code"] and command[0] != "verify":
             assert done["stderr"].startswith("Error: "), (command, done)
             assert done["stderr"].rstrip("\n").isprintable(), command
             assert done["long"] < 20_000, command

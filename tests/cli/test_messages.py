@@ -52,7 +52,7 @@ def _lines(url: str, tmp_path: Path) -> list[tuple[object, ...]]:
         ("prune", url, "--keep-last", "1"),
         ("stats", url),
         ("diff", src, url),
-        ("extract", src, "up.weight", "-o", f"{url}/x.npy"),
+        ("extract", src, "up.weight", f"{url}/x.npy"),
         ("consolidate", src, url, "--to", "safetensors"),
         ("convert", src, url, "--to", "dcp"),
         ("cp", src, url),

@@ -1,4 +1,4 @@
-"""Output and exit codes of ``diff``, ``stats``, ``extract`` and ``inspect --digest``."""
+"""Output and exit codes of ``diff``, ``stats``, ``digest`` and ``extract``."""
 
 from __future__ import annotations
 
@@ -193,7 +193,8 @@ def test_states_are_compared_too(checkpoint_copy: Callable[[str], Path]) -> None
 
 
 def test_statistics_are_those_of_torch() -> None:
-    told = {(t["name"], t["state"]): t for t in json.loads(ckpttool("stats", SRC, "--optimizer", "--json").stdout)}
+    (one,) = json.loads(ckpttool("stats", SRC, "--optimizer", "--json").stdout)
+    told = {(t["name"], t["state"]): t for t in one["tensors"]}
     facts = truth(NAME).facts
     for key, tensor in truth(NAME).tensors.items():
         kind, _, name = key.partition("/")
@@ -213,7 +214,8 @@ def test_values_that_are_not_finite_are_counted_and_left_out_of_the_rest(weights
     file = weights / "model.safetensors"
     for index, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0)):
         _change(file, "up.bias", index, value)
-    (found,) = json.loads(ckpttool("stats", weights, "--include", "up.bias", "--json").stdout)
+    (one,) = json.loads(ckpttool("stats", weights, "--include", "up.bias", "--json").stdout)
+    (found,) = one["tensors"]
     rest = truth(NAME).tensors["fp32/up.bias"].double()[4:]
     assert (found["nan"], found["inf"], found["zeros"]) == (1, 2, 1)
     assert found["max"] == max(rest.max().item(), 0)
@@ -224,7 +226,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out_of_the_rest(weights
 @pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".pt"])
 def test_a_tensor_is_written_to_a_file(suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"x{suffix}"
-    done = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", "--state", "exp_avg", "-o", out)
+    done = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", "--state", "exp_avg", out)
     assert done.code == 0
     expected = truth("zero3-dp3-bf16").tensors["exp_avg/up.weight"]
     if suffix == ".safetensors":
@@ -232,9 +234,9 @@ def test_a_tensor_is_written_to_a_file(suffix: str, tmp_path: Path) -> None:
     else:
         read = torch.load(out) if suffix == ".pt" else torch.from_numpy(np.load(out))
     assert torch.equal(read, expected)
-    again = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", "-o", out)
+    again = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", out)
     assert again.error.endswith(f"{out}: exists already; choose another name, or pass --overwrite")
-    assert ckpttool("extract", source("zero3-dp3-bf16"), "up.bias", "-o", out, "--overwrite").code == 0
+    assert ckpttool("extract", source("zero3-dp3-bf16"), "up.bias", out, "--overwrite").code == 0
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -248,7 +250,7 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
         (" 5:7, 1: ", (slice(5, 7), slice(1, None))),
     ):
         out = tmp_path / "x.npy"
-        done = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", "-o", out, "--overwrite", f"--part={text}")
+        done = ckpttool("extract", source("zero3-dp3-bf16"), "up.weight", out, "--overwrite", f"--index={text}")
         assert done.code == 0, done.stderr
         assert np.array_equal(np.load(out), expected[part])
 
@@ -256,13 +258,13 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
 def test_an_impossible_extract_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "x.npy"
     for arguments, told in (
-        (["nothing", "-o", out], "holds no parameter nothing; inspect lists the names"),
-        (["up.weight", "-o", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
-        (["up.weight", "-o", out, "--part", "0,0,0"], "--part: has 3 indices, but the shape is (37, 18); leave out"),
-        (["up.weight", "-o", out, "--part", "37"], "--part: has 37 for a dimension of 37; choose an index"),
-        (["up.weight", "-o", tmp_path / "x.txt"], "has an unknown suffix; choose .safetensors, .npy or .pt"),
-        (["up.weight", "-o", out, "--state", "module"], "cannot hold bf16, which numpy lacks; choose .safetensors"),
-        (["up.weight", "-o", tmp_path / "no" / "x.npy"], "does not exist; check the path"),
+        (["nothing", out], "holds no parameter nothing; inspect lists the names"),
+        (["up.weight", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
+        (["up.weight", out, "--index", "0,0,0"], "--index: has 3 indices, but the shape is (37, 18); leave out"),
+        (["up.weight", out, "--index", "37"], "--index: has 37 for a dimension of 37; choose an index"),
+        (["up.weight", tmp_path / "x.txt"], "has an unknown suffix; choose .safetensors, .npy or .pt"),
+        (["up.weight", out, "--state", "module"], "cannot hold bf16, which numpy lacks; choose .safetensors"),
+        (["up.weight", tmp_path / "no" / "x.npy"], "does not exist; check the path"),
     ):
         assert told in ckpttool("extract", SRC, *map(str, arguments)).error
     assert list(tmp_path.iterdir()) == []
@@ -270,13 +272,13 @@ def test_an_impossible_extract_is_one_line(tmp_path: Path) -> None:
 
 def test_bf16_survives(tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
-    assert ckpttool("extract", SRC, "up.weight", "--state", "module", "-o", out).code == 0
+    assert ckpttool("extract", SRC, "up.weight", "--state", "module", out).code == 0
     assert torch.equal(load_file(str(out))["up.weight"], truth(NAME).tensors["module/up.weight"])
     assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
 
 
 def _digest(src: object) -> dict[str, str]:
-    told: dict[str, str] = json.loads(ckpttool("inspect", src, "--digest", "--json").stdout)
+    told: dict[str, str] = json.loads(ckpttool("digest", src, "--json").stdout)
     return told
 
 

@@ -73,7 +73,7 @@ def test_a_signed_commit_is_read(signed: Path) -> None:
         assert sums.sha256 == (hashlib.sha256((signed / name).read_bytes()).digest(),)  # smaller than a chunk
     _read_all(signed, KEY)
     _read_all(signed, None)
-    assert ckpttool.verify(signed, key=KEY).findings == ckpttool.verify(signed, deep=True).findings
+    assert ckpttool.verify(signed, sign_key=KEY).findings == ckpttool.verify(signed, deep=True).findings
 
 
 def _exchange(directory: Path, key: bytes | None) -> None:
@@ -110,7 +110,7 @@ def test_a_foreign_file_is_refused(attack: str, signed: Path) -> None:
     with pytest.raises(PlanError) as caught:  # so that a restore takes no older one instead
         _read_all(signed, KEY)
     assert str(signed) in str(caught.value)
-    findings = [f.problem for f in ckpttool.verify(signed, key=KEY).findings]
+    findings = [f.problem for f in ckpttool.verify(signed, sign_key=KEY).findings]
     assert [p for p in findings if "sign" in p]
     assert "canary" not in str(caught.value) + str(findings)
 
@@ -130,7 +130,7 @@ def test_bytes_that_have_another_sha256_are_refused(signed: Path) -> None:
     _read_all(signed, None)
     with pytest.raises(CkptError, match="do not match their checksum"):
         _read_all(signed, KEY)
-    assert [f for f in ckpttool.verify(signed, key=KEY).findings if f.path.endswith(changed)]
+    assert [f for f in ckpttool.verify(signed, sign_key=KEY).findings if f.path.endswith(changed)]
 
 
 def test_tensor_bytes_of_the_same_crc32_are_refused_on_the_ranks_of_a_restore(tmp_path: Path) -> None:
@@ -183,14 +183,14 @@ def test_the_command(signed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "key").write_bytes(KEY + b"\n")
     monkeypatch.setenv("SIGN_KEY", OTHER.decode())
     plain = command("verify", signed, "--deep")
-    good = command("verify", signed, "--key", tmp_path / "key")
+    good = command("verify", signed, "--sign-key", tmp_path / "key")
     assert (good.code, good.stdout) == (plain.code, plain.stdout)
-    bad = command("verify", signed, "--key", "env:SIGN_KEY")
+    bad = command("verify", signed, "--sign-key", "env:SIGN_KEY")
     assert bad.code == 1
     assert "is not signed with this key" in bad.stdout
     for where in (tmp_path / "none", "env:NOTHING", "env:"):
-        told = command("verify", signed, "--key", where)
-        assert told.code == 1
+        told = command("verify", signed, "--sign-key", where)
+        assert told.code == 3
         assert str(where) in told.error
     assert "0123456789abcdef" not in good.stdout + good.stderr + bad.stdout + bad.stderr
 

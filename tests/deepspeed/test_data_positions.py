@@ -123,7 +123,7 @@ def _differs(job: dict[str, Any]) -> dict[str, Any]:
     for name, sizes in job["configs"].items():
         engine = _build({**CONFIG, **sizes})
         with logged(logging.WARNING) as lines:
-            preview = ckpttool.preview(engine, job["root"])
+            preview = ckpttool.load(engine, job["root"], dry_run=True)
             assert not lines
             report = ckpttool.load(engine, job["root"])
         facts[name] = {"notes": [*report.notes], "preview": [*preview.notes], "warnings": lines}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -218,11 +219,16 @@ class _Life:
         """What is restored is the newest commit, bit for bit, or the engine is as it was; as was foretold."""
         self.settled()
         before, tag = self.held(), self.newest()
-        told, found = [], []
-        for function in (self.manager.preview, self.manager.restore):
-            told.append(refusal(lambda function=function: found.append(function(self.engine))))  # type: ignore[misc]
+        told: list[str] = []
+        found: list[Any] = []
+
+        def restore(dry_run: bool) -> None:
+            found.append(self.manager.restore(self.engine, dry_run=dry_run))
+
+        for dry_run in (True, False):
+            told.append(refusal(functools.partial(restore, dry_run)))
             told[-1] = "nothing" if not told[-1] and found[-1] is None else told[-1]
-            if function == self.manager.preview:
+            if dry_run:
                 assert differing(before, self.held()) == []
         assert told[0] == told[1], told
         now = self.held()

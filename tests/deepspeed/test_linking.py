@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from _pytest.tmpdir import TempPathFactory
 
-    from ckpttool.integrations.deepspeed.report import LoadReport
 
 pytestmark = pytest.mark.deepspeed
 RANKS = 2
@@ -101,20 +100,15 @@ def _cached(root: Path, directory: Path) -> None:
 
 def _attempts(engine: Any, root: Path) -> dict[str, str]:
     """What each way to restore says."""
-    follow = {"follow_links": True}
     return {
         "restore": _told(lambda: CheckpointManager(root).restore(engine)),
         "restore b": _told(lambda: CheckpointManager(root).restore(engine, tag="b")),
-        "preview": _told(lambda: _tag(CheckpointManager(root).preview(engine))),
+        "preview": _told(lambda: CheckpointManager(root).restore(engine, dry_run=True)),
         "load": _told(lambda: ckpttool.load(engine, root).client_state),
         "load_state_dict": _told(lambda: {"tag": "b"} if len(ckpttool.load_state_dict(root)) else None),
-        "restore and follow": _told(lambda: CheckpointManager(root, storage_options=follow).restore(engine)),
-        "load and follow": _told(lambda: ckpttool.load(engine, root, storage_options=follow).client_state),
+        "restore and follow": _told(lambda: CheckpointManager(root, follow_links=True).restore(engine)),
+        "load and follow": _told(lambda: ckpttool.load(engine, root, follow_links=True).client_state),
     }
-
-
-def _tag(report: LoadReport | None) -> dict[str, Any]:
-    return {"tag": report and report.tag}
 
 
 def _told(function: Callable[[], Mapping[str, Any] | None]) -> str:

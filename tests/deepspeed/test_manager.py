@@ -106,7 +106,8 @@ def _go_on(job: dict[str, Any], directory: Path) -> Facts:
     parallel = build_parallel(job)
     manager = CheckpointManager(job["root"])
     before = _kept(parallel.whole())
-    preview = manager.preview(parallel.engine)
+    manager.restore(parallel.engine, dry_run=True)
+    preview = manager.restored
     unchanged = _same(before, _kept(parallel.whole()))
     client_state = manager.restore(parallel.engine)
     held, steps = _kept(parallel.whole()), parallel.engine.global_steps
@@ -129,7 +130,7 @@ def _life(job: dict[str, Any], directory: Path) -> Facts:
         root, async_save=True, keep_last=2, keep_best=("loss", "min", 1), on_save=reports.append,
         signals=[signal.SIGUSR1], timeout=30,
     )  # fmt: skip
-    facts["nothing there"] = (manager.preview(engine), manager.restore(engine), manager.preempted())
+    facts["nothing there"] = (manager.restore(engine, dry_run=True), manager.restore(engine), manager.preempted())
     for loss in (3.0, 1.0, 2.0, 2.5, 2.2):
         parallel.step()
         manager.save(engine, metrics={"loss": loss})

@@ -99,7 +99,7 @@ def _restore(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     manager = CheckpointManager(root)
     before = held(second)
     told |= {
-        "preview": _told(lambda: manager.preview(second)),
+        "preview": _told(lambda: manager.restore(second, dry_run=True)),
         "restore": _told(lambda: manager.restore(second)),
     }
     now = held(second)

@@ -48,7 +48,7 @@ def _restore(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     step(second, ACCUMULATION + job["pending"])
     before = engines.held(second)
     told: dict[str, Any] = {"warned": _warnings_of_saves(first, second, root / "warned")}
-    manager.preview(second)
+    manager.restore(second, dry_run=True)
     told["untouched"] = engines.differing(before, engines.held(second)) == []
     manager.restore(second, weights_only=job["weights_only"])
     report = manager.restored

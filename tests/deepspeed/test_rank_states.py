@@ -179,7 +179,8 @@ def _resume(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         return {"error": str(error), "steps": engine.global_steps, "weights": weights}
     restored = manager.restored
     assert restored is not None
-    preview = manager.preview(engine)
+    manager.restore(engine, dry_run=True)
+    preview = manager.restored
     assert preview is not None
     facts: dict[str, Any] = {
         "client_state": state, "rank_state": restored.rank_state, "rank_states": list(restored.rank_states),

@@ -67,7 +67,7 @@ def _attempts(engine: Any, root: Path, hostile: Path) -> dict[str, Any]:
     allowed = CheckpointManager(root, allow=[CLASS])
     found = {
         "restore": told(lambda: manager.restore(engine)),
-        "preview": told(lambda: manager.preview(engine)),
+        "preview": told(lambda: manager.restore(engine, dry_run=True)),
         "untouched": engine.global_steps == before,
         "load": told(lambda: ckpttool.load(engine, hostile)),
         "weights": told(lambda: ckpttool.load(engine, hostile, weights_only=True)),

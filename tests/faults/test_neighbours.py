@@ -148,10 +148,10 @@ def test_cp_does_not_write_through_a_link_in_the_root_of_the_copy(name: str, tmp
 
 def test_extract_does_not_write_through_a_link(tmp_path: Path, victim: Path) -> None:
     (tmp_path / "up.npy.partial").symlink_to(victim)
-    assert command("extract", source(SRC), "up.weight", "-o", tmp_path / "up.npy").code == 0
+    assert command("extract", source(SRC), "up.weight", tmp_path / "up.npy").code == 0
     (tmp_path / "up.npy").unlink()
     (tmp_path / "up.npy").symlink_to(victim)
-    assert command("extract", source(SRC), "up.weight", "-o", tmp_path / "up.npy", "--overwrite").code == 0
+    assert command("extract", source(SRC), "up.weight", tmp_path / "up.npy", "--overwrite").code == 0
     assert not (tmp_path / "up.npy").is_symlink()
 
 
@@ -258,7 +258,7 @@ def test_private_sources_make_private_outputs(
     (root / "config.json").write_text(json.dumps({"model_type": "none"}))
     out = tmp_path / "made"
     name, *options = arguments
-    last = ["-o", tmp_path / "made.npy"] if name == "extract" else [out]
+    last = [tmp_path / "made.npy"] if name == "extract" else [out]
     _private(root)
     rest = [options[0], *last] if name == "extract" else [*last, *options]
     assert command(name, root, *rest).code == 0

@@ -70,7 +70,7 @@ def test_names_are_trusted_where_the_user_says_so(checkpoint_copy: Callable[[str
     two.write_bytes(content)
     for arguments in (["inspect", copy], ["consolidate", copy, tmp_path / "out", "--to", "safetensors"]):
         refused = command(*arguments)
-        assert refused.code == 1
+        assert refused.code == 3
         assert "were renamed or swapped" in refused.stderr
         assert "--trust-names" in refused.stderr
         trusted = command(*arguments, "--trust-names", "--json")

@@ -30,7 +30,7 @@ ZERO2, ZERO3, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16"), source
 
 def describe() -> dict[str, Any]:
     """The whole interface, as plain values."""
-    return {"names": {name: _describe_name(getattr(ckpttool, name)) for name in ckpttool.__all__}, "json": _outputs()}
+    return {"names": {name: _describe_name(getattr(ckpttool, name)) for name in ckpttool.__dir__()}, "json": _outputs()}
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -40,7 +40,7 @@ def _describe_name(value: Any) -> Any:
     if inspect.isclass(value):
         bases = [base.__name__ for base in value.__bases__ if base is not object]
         return {"class": bases, "members": _members(value)}
-    return f"{value.__name__}{_signature(value)}" if callable(value) else type(value).__name__
+    return f"{value.__name__}{_signature(value)}" if inspect.isfunction(value) else type(value).__name__
 
 
 def _members(cls: type) -> dict[str, str]:
@@ -87,7 +87,7 @@ def _outputs() -> dict[str, Any]:
         calls: dict[str, list[list[Any]]] = {
             "inspect": [["inspect", path] for path in (ZERO2, ZERO3, OTHER)],
             "inspect --param": [["inspect", ZERO3, "--param", "up.weight"]],
-            "inspect --digest": [["inspect", ZERO3, "--digest"]],
+            "digest": [["digest", ZERO3]],
             "verify": [["verify", ZERO3], ["verify", _damaged(Path(temporary)), "--deep"]],
             "stats": [["stats", ZERO3]],
             "diff": [["diff", ZERO3, OTHER], ["diff", ZERO3, ZERO2]],

@@ -11,6 +11,7 @@ import pytest
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
 from ckpttool.catalog.entries import Catalog, CatalogEntry
+from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
 from tests.cli.command import ckpttool
 
@@ -176,7 +177,8 @@ def test_pins_and_thin_checkpoints_are_named(opened: Open) -> None:
 
 def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> None:
     entries = tuple(_entry(f"s{step}", step, 1e9 + step, path=f"/run/s{step}") for step in (10, 15, 20, 30))
-    data = page_of_catalog(Catalog("/run", entries, ()), keep_last=1, thin_every=10, keep_for=7 * 86400.0)
+    rules: dict[str, Any] = {"keep_last": 1, "keep_for": 7 * 86400.0, "thin_every": 10}
+    data = page_of_catalog(Catalog("/run", entries, ()), decide(entries, Rules(**rules), root="/run"), rules)
     page = opened(data)
     assert "--keep-last 1 --keep-for 7d --thin-every 10" in page.text("#entries thead")
     rows = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.lastChild.innerText)")

@@ -314,7 +314,7 @@ def test_a_damaged_checkpoint_has_a_page_of_findings(
     error = ckpttool("inspect", root, "--html", out).error
     assert "is missing" in error
     assert not out.exists()
-    done = ckpttool("inspect", root, "--html", out, "--verify")
+    done = ckpttool("verify", root, "--html", out)
     assert (done.code, done.stderr) == (1, "")
     page = opened(out)
     findings = api.verify(root).findings
@@ -336,7 +336,7 @@ def test_findings_of_a_checkpoint_that_opens_are_shown_beside_its_layout(
     with open(checkpoint.path(int(row["file"])), "r+b") as file:
         file.seek(int(row["offset"]))
         file.write(b"\xff" * state.nbytes)
-    done = ckpttool("inspect", root, "--html", tmp_path / "page.html", "--verify")
+    done = ckpttool("verify", root, "--html", tmp_path / "page.html")
     assert done.code == 1
     page = opened(tmp_path / "page.html")
     assert "up.weight" in page.text(".note.bad")
@@ -347,16 +347,13 @@ def test_findings_of_a_checkpoint_that_opens_are_shown_beside_its_layout(
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_page_is_not_replaced_unless_asked(tmp_path: Path) -> None:
+def test_a_page_replaces_an_earlier_one(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     done = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out)
     assert (done.code, done.stderr) == (0, "")
     assert done.stdout == f"{out}: wrote a page\n"
     first = out.read_bytes()
-    error = ckpttool("inspect", source("zero3-dp4-bf16"), "--html", out).error
-    assert error == f"Error: {out}: exists already; choose another name, or pass --overwrite"
-    assert out.read_bytes() == first
-    assert ckpttool("inspect", source("zero3-dp4-bf16"), "--html", out, "--overwrite").code == 0
+    assert ckpttool("inspect", source("zero3-dp4-bf16"), "--html", out).code == 0
     assert out.read_bytes() != first
     assert remains(tmp_path) == ["page.html"]
     error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", "").error
@@ -370,7 +367,7 @@ def test_the_page_of_a_torn_tag_shows_the_files_of_the_tag(opened: Open, tmp_pat
     root = torn_run(tmp_path)
     (torn,) = (entry for entry in api.ls(root).entries if not entry.whole)
     out = tmp_path / "page.html"
-    assert ckpttool("inspect", root, "--tag", torn.name, "--verify", "--html", out).code == 1
+    assert ckpttool("verify", root, "--tag", torn.name, "--html", out).code == 1
     page = opened(out)
     there = page.run("[...document.querySelectorAll('#files tbody tr')].map((r) => r.cells[0].textContent)")
     assert sorted(there) == remains(root / torn.name)
@@ -411,12 +408,13 @@ def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(opened: Open)
         assert page.complaints == []
 
 
-@pytest.mark.parametrize("name", ["latest", "global_step3/mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize("name", ["latest", "global_step3/mp_rank_00_model_states.pt", "notes.html"])
 def test_only_a_page_is_replaced(name: str, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
+    (root / "notes.html").write_text("<!doctype html><p>mine</p>")
     before = (root / name).read_bytes()
-    error = ckpttool("inspect", root, "--html", root / name, "--overwrite").error
-    assert error == f"Error: {root / name}: exists already and is no page; choose another name"
+    error = ckpttool("inspect", root, "--html", root / name).error
+    assert error == f"Error: {root / name}: exists already and is not a page of ckpttool; choose another name"
     assert (root / name).read_bytes() == before
 
 
@@ -430,9 +428,8 @@ def test_the_page_goes_to_the_standard_output_alone(tmp_path: Path) -> None:
 def test_a_directory_is_no_page(s3: Bucket, tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir()
     for out in (tmp_path / "pages", f"{tmp_path}/pages/", f"{tmp_path}/new/", s3.url("pages/")):
-        for more in ([], ["--overwrite"]):
-            error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out, *more).error
-            assert error.endswith("is a directory; name a file, such as page.html")
+        error = ckpttool("inspect", source("zero2-dp2-bf16"), "--html", out).error
+        assert error.endswith("is a directory; name a file, such as page.html")
     assert s3.keys() == []
     assert remains(tmp_path) == ["pages"]
 
@@ -445,9 +442,9 @@ def test_a_page_needs_a_directory_before_anything_is_read(tmp_path: Path) -> Non
     assert (done.code, done.stdout) == (0, "page.html: wrote a page\n")
 
 
-@pytest.mark.parametrize("more", [[], ["--overwrite"]])
-def test_a_browser_shows_a_page_of_a_bucket(s3: Bucket, more: list[str]) -> None:
-    assert ckpttool("inspect", source("zero2-dp2-bf16"), "--html", s3.url("page.html"), *more).code == 0
+def test_a_browser_shows_a_page_of_a_bucket(s3: Bucket) -> None:
+    for _ in range(2):
+        assert ckpttool("inspect", source("zero2-dp2-bf16"), "--html", s3.url("page.html")).code == 0
     kind = s3.boto.head_object(Bucket=s3.name, Key="page.html")["ContentType"]
     assert kind == "text/html; charset=utf-8"
 

@@ -104,7 +104,7 @@ def _weights(path: Path, **tensors: Any) -> Path:
 
 def test_sources_without_steps_keep_their_order_and_get_none(opened: Open, tmp_path: Path) -> None:
     paths = [_weights(tmp_path / name, w=np.full(4, value, np.float32)) for name, value in (("b", 3), ("a", 1))]
-    assert ckpttool("stats", *paths, "--each", "--html", tmp_path / "page.html").code == 0
+    assert ckpttool("stats", *paths, "--html", tmp_path / "page.html").code == 0
     page = opened(tmp_path / "page.html")
     assert page.run("page.charts[1].data") == [[0, 1], [6, 2]]
     labels = page.run("page.charts[1].plot().root.querySelector('.u-legend').innerText")
@@ -131,7 +131,7 @@ def test_odd_values_of_every_checkpoint_are_told(opened: Open, tmp_path: Path) -
         _weights(tmp_path / "first", w=odd, v=np.ones(3, np.float32)),
         _weights(tmp_path / "second", w=np.ones(4, np.float32), v=np.ones(3, np.float32)),
     ]
-    assert ckpttool("stats", *paths, "--each", "--html", tmp_path / "page.html").code == 0
+    assert ckpttool("stats", *paths, "--html", tmp_path / "page.html").code == 0
     page = opened(tmp_path / "page.html")
     facts = _facts(page)
     assert facts["NaN"] == ["2", "in 1 of 2 checkpoints"]

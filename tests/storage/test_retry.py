@@ -268,5 +268,5 @@ def test_logs_of_libraries_do_not_hide_the_error() -> None:
         "sys.argv = ['ckpttool', 'inspect', 'picky://b/run', '--storage-option', 'key=1']; main()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert done.stderr == "Error: picky://b/run: access denied; check what these credentials may do\n"

@@ -463,7 +463,7 @@ def test_a_killed_run_that_replaced_nothing_leaves_the_old_weights(
     assert "already exists and is not empty" in command(*run).error
     assert {key: s3.get(key) for key in old} == old
     proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=2", times=None)
-    assert command(*run, "--overwrite").code == 1
+    assert command(*run, "--overwrite").code == 3
     proxy.clear()
     assert Remote(s3).files(out) == expected
     assert s3.uploads() == []
@@ -584,7 +584,7 @@ def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def _is_refused(out: str) -> bool:
-    return command("inspect", out).code == 1 and command("verify", out, "--deep").code == 1
+    return command("inspect", out).code == 3 and command("verify", out, "--deep").code == 1
 
 
 @pytest.mark.parametrize("how", ["parts", "small"])

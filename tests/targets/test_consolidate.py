@@ -372,9 +372,9 @@ def test_a_model_changed_after_the_last_step_is_written_from_its_own_copies_when
     state = torch.load(path, weights_only=False)
     state["module"]["up.weight"].clamp_(-0.01, 0.01)
     torch.save(state, path)
-    with pytest.raises(LayoutError, match=r'consolidate with weights="module" writes'):
+    with pytest.raises(LayoutError, match=r'consolidate with weights_from="module" writes'):
         ckpttool.consolidate(root, tmp_path / "out", to="safetensors")
-    ckpttool.consolidate(root, tmp_path / "out", to="safetensors", weights="module")
+    ckpttool.consolidate(root, tmp_path / "out", to="safetensors", weights_from="module")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written["up.weight"], state["module"]["up.weight"].float())
     assert torch.equal(written["embed.weight"], truth(name).tensors["module/embed.weight"].float())
@@ -382,7 +382,7 @@ def test_a_model_changed_after_the_last_step_is_written_from_its_own_copies_when
 
 def test_stage_3_has_no_copies_to_write(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="stage 3 saves none"):
-        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", weights="module")
+        ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", weights_from="module")
 
 
 def test_an_infinite_mask_is_no_finding_and_an_infinite_moment_is(checkpoint_copy: Callable[[str], Path]) -> None:

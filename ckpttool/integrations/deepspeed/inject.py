@@ -27,11 +27,12 @@ from ckpttool.integrations.deepspeed.load_native import base_state, native_files
 from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.load_native import OwnExpert
     from ckpttool.integrations.deepspeed.prepared import Replicas
+    from ckpttool.model import Checkpoint
 
 TAG = "checkpoint"
 """Tag of the scratch directory: DeepSpeed lists the directory."""
@@ -78,11 +79,17 @@ class Handover(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not foll
         raise NotImplementedError
 
 
-def hand_over(live: LiveEngine, prepared: NativeState | PlannedState) -> dict[str, Any]:
-    """Load the prepared state into the engine; return the client state in DeepSpeed's form."""
+def hand_over(live: LiveEngine, prepared: NativeState | PlannedState, *, scheduler: bool = True) -> dict[str, Any]:
+    """Load the prepared state into the engine; return the client state in DeepSpeed's form.
+
+    Args:
+        live: The engine.
+        prepared: The state.
+        scheduler: Whether to load the state of the learning-rate scheduler.
+    """
     checkpoint, engine = prepared.checkpoint, live.engine
     files, names = _files(live, prepared)
-    scheduler = engine.lr_scheduler is not None and checkpoint.scheduler is not None
+    scheduler = scheduler and engine.lr_scheduler is not None and checkpoint.scheduler is not None
     strict = prepared.fitted is None or not (prepared.fitted.missing or prepared.fitted.unexpected)
     left_out = live.model.left_out if live.model is not None else ()
     if live.model is not None and (left_out or live.model.others):
@@ -117,7 +124,8 @@ def hand_over(live: LiveEngine, prepared: NativeState | PlannedState) -> dict[st
     files.clear()
     prepared.release()
     _put_back(live, kept)
-    _restore_rates(live, prepared)
+    if scheduler and prepared.fitted is not None:
+        _restore_rates(live, checkpoint, prepared.fitted.unrestored_groups)
     if left_out and live.stage in {1, 2}:
         live.optimizer.update_lp_params()
     if isinstance(prepared, PlannedState):
@@ -216,13 +224,28 @@ def _move_tensors(value: Any, device: torch.device) -> None:
             _move_tensors(item, device)
 
 
-def _restore_rates(live: LiveEngine, prepared: NativeState | PlannedState) -> None:
-    """Set the learning rates of groups without saved hyper-parameters (elastic checkpoints) by the scheduler.
+def hand_over_run(live: LiveEngine, prepared: PlannedState, *, scheduler: bool) -> None:
+    """Load the counters and the scheduler, without the optimizer.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_load_checkpoint``).
+    """
+    checkpoint, engine = prepared.checkpoint, live.engine
+    engine.global_steps = checkpoint.step or 0
+    computed = engine.global_steps * engine.train_batch_size()
+    engine.global_samples = computed if checkpoint.samples is None else checkpoint.samples
+    engine.skipped_steps = checkpoint.skipped_steps
+    saved = (prepared.run_state or {}).get("scheduler")
+    if scheduler and engine.lr_scheduler is not None and saved is not None:
+        engine.lr_scheduler.load_state_dict(saved)
+        _restore_rates(live, checkpoint, range(len(live.hyperparameters)))
+
+
+def _restore_rates(live: LiveEngine, checkpoint: Checkpoint, kept: Collection[int]) -> None:
+    """Set the learning rates of groups without saved hyper-parameters by the scheduler.
 
     Source: DeepSpeed 0.19.8, runtime/lr_schedules.py (``get_lr``: the rates since the last step).
     """
-    kept = prepared.fitted.unrestored_groups if prepared.fitted is not None else ()
-    scheduler, saved = live.engine.lr_scheduler, prepared.checkpoint.scheduler
+    scheduler, saved = live.engine.lr_scheduler, checkpoint.scheduler
     if not kept or scheduler is None or not isinstance(saved, dict):
         return
     driven = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)

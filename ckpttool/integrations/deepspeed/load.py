@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.execution.run import memory_bytes
-from ckpttool.formats import open_checkpoint, source_paths, source_storage
+from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
     drop_gradients,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1800.0
 """Default of ``timeout``: seconds that a rank may be behind the others."""
+LEFT_OUT = "the client state contains objects that cannot be built, or need allow: it is left out"
+"""Note of a load of weights alone."""
 
 
 def load(  # noqa: PLR0913  public API
@@ -56,8 +58,12 @@ def load(  # noqa: PLR0913  public API
     tag: str | None = None,
     strict: bool = True,
     weights_only: bool = False,
+    optimizer: bool = True,
+    scheduler: bool = True,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
     memory: int | str | None = None,
     check: Check = "read",
     trust_names: bool = False,
@@ -77,9 +83,14 @@ def load(  # noqa: PLR0913  public API
         strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep the
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
-            the counters and the scheduler unchanged.
-        dry_run: Report what a load would restore, without changes to the engine.
+            the counters and the scheduler unchanged. The report has the client state.
+        optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
+            master weights, buffers, counters and the scheduler.
+        scheduler: Restore the learning-rate scheduler.
+        dry_run: Report what a load would restore, without reading weights or changes to the engine.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
         memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
         check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes; as for
             ``consolidate``. With a manifest, every byte is compared with its checksums.
@@ -94,8 +105,16 @@ def load(  # noqa: PLR0913  public API
     Raises:
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     options = LoadOptions(
-        strict=strict, weights_only=weights_only, dry_run=dry_run, memory=memory, check=check, allow=tuple(allow)
+        strict=strict,
+        weights_only=weights_only,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        dry_run=dry_run,
+        memory=memory,
+        check=check,
+        allow=tuple(allow),
     )
     began = time.perf_counter()
     paths: list[str] = []
@@ -110,15 +129,7 @@ def load(  # noqa: PLR0913  public API
 
     ranks = ranks_of_process_group("load")
     name = _named(src)
-    arguments = {
-        "tag": tag,
-        "strict": options.strict,
-        "weights_only": options.weights_only,
-        "dry_run": options.dry_run,
-        "check": options.check,
-        "allow": sorted(options.allow),
-        "src": name,
-    }
+    arguments = {"tag": tag, "src": name} | options.agreed()
     agree_to_begin(ranks, name, arguments, ready, timeout=timeout)
     checkpoint = open_together(
         paths[0],
@@ -137,45 +148,6 @@ def _named(src: Source) -> str:
         return ", ".join(source_paths(src))
     except (TypeError, ValueError):
         return repr(src)[:200]
-
-
-def preview(
-    engine: Any,
-    src: Source,
-    *,
-    tag: str | None = None,
-    strict: bool = True,
-    weights_only: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
-    allow: Collection[str] = (),
-    timeout: float = TIMEOUT,
-) -> LoadReport:
-    """Report what ``load`` would do, without reading weights or changing the engine.
-
-    Args:
-        engine: As for ``load``.
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
-        strict: As for ``load``.
-        weights_only: As for ``load``.
-        storage_options: As for ``load``.
-        allow: As for ``load``.
-        timeout: As for ``load``.
-
-    Raises:
-        CkptError: The checkpoint is damaged or does not fit the engine; the same on every rank.
-    """
-    return load(
-        engine,
-        src,
-        tag=tag,
-        strict=strict,
-        weights_only=weights_only,
-        dry_run=True,
-        storage_options=storage_options,
-        allow=allow,
-        timeout=timeout,
-    )
 
 
 def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> LoadReport:
@@ -209,7 +181,9 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         check_on_all_ranks(prepared.checks, checkpoint, agree)
     batch = [] if options.weights_only else batch_notes(engine, checkpoint)
     prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
-    client_state: Mapping[str, Any] = {} if options.weights_only else checkpoint.client_state
+    client_state = checkpoint.client_state if prepared.run_state is None else prepared.run_state["client_state"]
+    if checkpoint.client_state and not client_state:
+        prepared = replace(prepared, notes=(*prepared.notes, LEFT_OUT))
     if not options.dry_run:
         warn_of(checkpoint, batch)
         client_state = _inject(live, prepared, client_state, options)
@@ -229,10 +203,12 @@ def _inject(
     from ckpttool.integrations.deepspeed import inject
 
     try:
-        if options.weights_only and isinstance(prepared, PlannedState):
+        if options.without_optimizer and isinstance(prepared, PlannedState):
             inject.hand_over_weights(live, prepared)
+            if not options.weights_only:
+                inject.hand_over_run(live, prepared, scheduler=options.scheduler)
         else:
-            returned = inject.hand_over(live, prepared)
+            returned = inject.hand_over(live, prepared, scheduler=options.scheduler)
             own = {(type(key), repr(key)) for key in client_state}  # a NaN is equal to no other
             client_state = {key: value for key, value in returned.items() if (type(key), repr(key)) in own}
         drop_gradients(live)
@@ -263,15 +239,15 @@ def _report(
     unrestored = () if fitted is None else fitted.unrestored_groups
     missing = () if fitted is None else fitted.missing
     notes = [*prepared.notes]
-    scheduler = live.engine.lr_scheduler is not None and not options.weights_only
+    scheduler = live.engine.lr_scheduler is not None and options.scheduler and not options.weights_only
     if scheduler and checkpoint.scheduler is None:
         notes.append("the checkpoint has no scheduler state: the engine keeps its own")
     scale = keeps_loss_scale(live, checkpoint) or isinstance(prepared, NativeState)
-    if not options.weights_only and not scale and live.dtype == "F16":
+    if not options.without_optimizer and not scale and live.dtype == "F16":
         notes.append("the checkpoint has no loss scale for fp16: the engine keeps its own")
     if live.engine.load_universal_checkpoint():
         notes.append("load_universal in the engine's configuration is ignored: no conversion is needed")
-    groups = range(len(live.hyperparameters)) if not options.weights_only else ()
+    groups = range(len(live.hyperparameters)) if not options.without_optimizer else ()
     return LoadReport(
         path=checkpoint.location,
         tag=checkpoint.tag,
@@ -279,6 +255,7 @@ def _report(
         method="native" if isinstance(prepared, NativeState) else "planned",
         dry_run=options.dry_run,
         weights_only=options.weights_only,
+        optimizer=not options.without_optimizer,
         source=checkpoint.topology,
         source_stage=checkpoint.stage,
         target=live.topology,
@@ -286,11 +263,11 @@ def _report(
         parameters=len(restored),
         elements=sum(p.numel for p in restored),
         buffers=len(checkpoint.buffers if fitted is None or isinstance(prepared, NativeState) else fitted.buffers),
-        states=() if options.weights_only else tuple(states),
+        states=() if options.without_optimizer else tuple(states),
         groups_restored=tuple(g for g in groups if g not in unrestored),
-        groups_kept=unrestored if not options.weights_only else tuple(range(len(live.hyperparameters))),
+        groups_kept=unrestored if not options.without_optimizer else tuple(range(len(live.hyperparameters))),
         scheduler=scheduler and checkpoint.scheduler is not None,
-        loss_scale=scale and not options.weights_only and bool(live.stage or live.wrapper),
+        loss_scale=scale and not options.without_optimizer and bool(live.stage or live.wrapper),
         missing=missing,
         unexpected=() if fitted is None else fitted.unexpected,
         notes=tuple(dict.fromkeys(notes)),

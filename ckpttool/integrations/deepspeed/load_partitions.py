@@ -104,11 +104,11 @@ def read_partitions(
     """
     from ckpttool.integrations.deepspeed.states import check_form  # imports torch
 
-    if not options.weights_only:
+    if not options.without_optimizer:
         check_form(live, checkpoint, ("state", "param_groups"))
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
-    has_states = live.partitions_states or not options.weights_only
+    has_states = live.partitions_states or not options.without_optimizer
     if has_states:
         shape = shape_of(live)
         rank = live.rank if live.stage else 0
@@ -116,7 +116,7 @@ def read_partitions(
         notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
     for name in ("random_ltd", "curriculum_learning"):
         enabled = getattr(live.engine, f"{name}_enabled", None)
-        if enabled is not None and enabled() and not options.weights_only:
+        if enabled is not None and enabled() and not options.without_optimizer:
             notes.append(f"the state of {name} is not restored")
     replica_plan, tensors = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
     plans.append(replica_plan)

@@ -8,13 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.commit import has_manifest
 from ckpttool.errors import PlanError
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import has_optimizer
 from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_native
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
-from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
+from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
+from ckpttool.plan import CopyPlan
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.storage import connect
+from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
 from ckpttool.targets.zero.match import Fitted, fit, listed, nonpartitionable_error
@@ -45,30 +51,65 @@ def prepare(
         CkptError: The checkpoint does not fit the engine, or reading failed.
     """
     options = load_options(checkpoint, options)
-    if checkpoint.thin and not options.weights_only:
+    if checkpoint.thin and not options.without_optimizer:
         raise thin_error(checkpoint)
-    if not options.weights_only and live.optimizer is not None and not has_optimizer(live.optimizer):
+    if not options.without_optimizer and live.optimizer is not None and not has_optimizer(live.optimizer):
         problem = "cannot be resumed from: the engine has no optimizer"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
     _check_module(live, checkpoint, strict=options.strict)
-    if options.weights_only:
-        checkpoint = replace(checkpoint, client_state={}, scheduler=None)  # neither is restored
+    if options.without_optimizer:
+        bare = replace(checkpoint, client_state={}, scheduler=None)
+        prepared = _prepare(live, bare, options)
+        return replace(prepared, checkpoint=checkpoint, run_state=_run_state(checkpoint, options))
     for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
         raise unknown_class(checkpoint.location, name)
+    return _prepare(live, checkpoint, options)
+
+
+def _run_state(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
+    """Return the client state and the scheduler's state, without the files of the ranks.
+
+    Raises:
+        CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
+    """
+    client_state = checkpoint.client_state
+    scheduler = None if options.weights_only else checkpoint.scheduler
+    unknown = unknown_classes([client_state, scheduler], options.allow)
+    if options.weights_only and (unknown or lacks_tensors(checkpoint, client_state)):
+        client_state = {}
+    elif unknown:
+        raise unknown_class(checkpoint.location, unknown[0])
+    values = {"client_state": client_state, "scheduler": scheduler}
+    if options.dry_run:
+        return values
+    builder = CopyBuilder(checkpoint)
+    file = TorchFileBuilder("run_state.pt", builder)
+    target = file.build({name: copy_embedded(file, checkpoint, value) for name, value in values.items()})
+    plan = CopyPlan(builder.sources, builder.casts, (target,))
+    checks = checks_for(builder.sources, checkpoint, options.check)
+    with Sources(builder.sources, checks) as sources:
+        with VirtualFile(plan, target, sources, memory=options.memory_bytes) as stream:
+            read: Mapping[str, Any] = read_objects(stream, options.allow)
+        sources.finish_checks()
+        sources.check_unchanged()
+    return read
+
+
+def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> NativeState | PlannedState:
     if live.model is None or live.topology.tensor_parallel > 1:
         fitted = None
-        if options.weights_only or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
+        if options.without_optimizer or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
             problem = f"cannot be re-partitioned for the engine's {_parallel(live)}: only the same ranks can load it"
             raise PlanError(checkpoint.location, problem, CONVERT)
         why_not = ""
     else:
         fitted = _fit(live, checkpoint, live.model, options)
-        why_not = _why_not_native(live, checkpoint, fitted, options.weights_only)
+        why_not = _why_not_native(live, checkpoint, fitted, options.without_optimizer)
     groups = len(live.model.groups) if live.model is not None else len(live.hyperparameters)
-    if not options.weights_only and len(live.hyperparameters) != groups:
+    if not options.without_optimizer and len(live.hyperparameters) != groups:
         problem = f"cannot be loaded: DeepSpeed has built the optimizer of {groups} groups anew, with a single group"
         raise PlanError(checkpoint.location, problem, "build the optimizer with one group, or pass weights_only=True")
-    if not options.weights_only:
+    if not options.without_optimizer:
         from ckpttool.integrations.deepspeed.states import check_states  # imports torch
 
         check_states(live, checkpoint)
@@ -81,9 +122,9 @@ def _prepare_planned(
     live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
 ) -> PlannedState:
     """Read the state of this rank for an engine of another layout, if all of it can be partitioned anew."""
-    if checkpoint.nonpartitionable and not options.weights_only:
+    if checkpoint.nonpartitionable and not options.without_optimizer:
         raise nonpartitionable_error(checkpoint)
-    if live.stage == 0 and not options.weights_only and live.model is not None:
+    if live.stage == 0 and not options.without_optimizer and live.model is not None:
         if live.engine.has_moe_layers:
             problem = f"{why_not}, and the engine has experts but no ZeRO stage"
             raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
@@ -96,7 +137,7 @@ def _prepare_planned(
         problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
         raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
     if live.model is not None and live.model.others:
-        if options.strict and not options.weights_only:
+        if options.strict and not options.without_optimizer:
             problem = f"{why_not}, and no other layout can restore {listed(live.model.others)} of the model"
             raise PlanError(checkpoint.location, problem, "pass strict=False, and they keep the model's values")
         fitted = replace(fitted, notes=(*fitted.notes, f"{listed(live.model.others)}: the model keeps its own values"))
@@ -159,10 +200,10 @@ def _is_elastic(checkpoint: Checkpoint) -> bool:
     return elastic and not any(group.hyperparameters.keys() - {"step"} for group in checkpoint.groups)
 
 
-def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, weights_only: bool) -> str:
+def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, without_optimizer: bool) -> str:
     """Return why DeepSpeed cannot load these files directly; "" if it can."""
-    if weights_only:
-        return "only weights are to be loaded"
+    if without_optimizer:
+        return "the optimizer's states are left out"
     if not _same_kind(live, checkpoint):
         return "differs from the engine in stage, dtype or format"
     differs: object = fitted.missing or fitted.unexpected
@@ -202,10 +243,10 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     # DeepSpeed restores the optimizer itself at stage 0, and from files of the same layout: states that no other layout
     # can hold are no obstacle there. Names and shapes are compared nevertheless.
     same = _same_kind(live, checkpoint) and live.topology == checkpoint.topology
-    if same or options.weights_only:
+    if same or options.without_optimizer:
         checkpoint = replace(checkpoint, nonpartitionable=())
     if not live.engine.has_moe_layers:
-        return fit(checkpoint, model, strict=options.strict, weights_only=options.weights_only or not live.stage)
+        return fit(checkpoint, model, strict=options.strict, weights_only=options.without_optimizer or not live.stage)
     # Each rank names its experts by local indexes.
     if live.stage:
         _check_experts(live, checkpoint)
@@ -223,7 +264,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
             difference = next((b[0] for a, b in zip(flat, actual, strict=False) if a != b), "other groups")
             problem = f"differs from the model in the trained parameters of experts, or in their order: {difference}"
             raise PlanError(checkpoint.location, problem, "build the optimizer with the groups of the saved run")
-    elif options.weights_only:
+    elif options.without_optimizer:
         raise PlanError(
             checkpoint.location, "cannot be distributed over an engine's experts without ZeRO", "choose stage 1"
         )
@@ -232,7 +273,7 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
         raise PlanError(checkpoint.location, problem, "convert it to zero, and use engine.load_checkpoint")
     buffers = {b.name: b.state for b in checkpoint.buffers if b.name in model.buffers}
     fitted = checkpoint
-    if options.weights_only:
+    if options.without_optimizer:
         parameters = tuple(p if p.frozen else _without_moments(checkpoint, p) for p in checkpoint.parameters)
         groups = tuple(replace(g, scalars={}) for g in checkpoint.groups)
         fitted = replace(checkpoint, parameters=parameters, groups=groups)

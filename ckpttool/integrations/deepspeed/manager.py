@@ -23,7 +23,7 @@ from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
-from ckpttool.formats import open_whole
+from ckpttool.formats import open_whole, opening_options
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
@@ -93,8 +93,8 @@ class CheckpointManager:
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
         on_save: Called on every rank after each save, in the thread of the save.
         signals: Signals that announce the end of the run (``signal.SIGTERM`` on most clusters); see ``preempted``.
-        storage_options: As for ``inspect``. With ``follow_links``, ``restore`` follows links on local disk that leave
-            the root.
+        storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``; for ``restore``.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
@@ -121,6 +121,7 @@ class CheckpointManager:
         on_save: Callable[[SaveReport], None] | None = None,
         signals: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
+        follow_links: bool = False,
         allow: Collection[str] = (),
         provenance: bool = True,
         sign_key: Key | None = None,
@@ -131,8 +132,9 @@ class CheckpointManager:
             self.root = without_credentials(local_path(given)).rstrip("/") or given
             if not is_url(self.root):
                 self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
-            self._storage = storage or open_storage(given, storage_options)
-            self.source = confined(self._storage, self.root, storage_options)
+            opening = opening_options(storage_options, follow_links)
+            self._storage = storage or open_storage(given, opening)
+            self.source = confined(self._storage, self.root, opening)
             """The storage that ``restore`` reads from."""
             best = None if keep_best is None else ":".join(map(str, keep_best))
             rules = (keep_last, keep_every, best, keep_for, thin, thin_every)
@@ -184,6 +186,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         overwrite: bool = False,
         exclude_frozen_parameters: bool = False,
+        save_latest: bool = True,
         rank_state: Any = None,
     ) -> SaveReport | None:
         """Save the engine's state, on every rank at the same step.
@@ -197,6 +200,7 @@ class CheckpointManager:
             metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
             overwrite: Replace a checkpoint of that name.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
+            save_latest: Name the checkpoint in ``latest``, as ``engine.save_checkpoint`` does.
             rank_state: This rank's own state, in a file of its own; on every rank or on none. Of the same types as
                 ``client_state``. ``restored.rank_state`` and ``restored.rank_states`` return it after a restore.
 
@@ -215,6 +219,7 @@ class CheckpointManager:
             metrics={} if metrics is None else metrics,
             overwrite=overwrite,
             exclude_frozen=exclude_frozen_parameters,
+            save_latest=save_latest,
             rank_state=rank_state,
         )
 
@@ -228,6 +233,7 @@ class CheckpointManager:
         metrics: Mapping[str, float],
         overwrite: bool,
         exclude_frozen: bool,
+        save_latest: bool = True,
         before: tuple[str, int] | None = None,
         rank_state: Any = None,
         root_files: Mapping[str, bytes] | None = None,
@@ -261,6 +267,7 @@ class CheckpointManager:
                     optimizer=optimizer_identity(known_engine(engine)),
                     batch=engine_batch(engine).to_config(),
                     provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
+                    latest=save_latest,
                     before=before,
                     root_files=root_files or {},
                 )
@@ -278,6 +285,7 @@ class CheckpointManager:
             "tag_validation": validation,
             "overwrite": overwrite,
             "exclude_frozen_parameters": exclude_frozen,
+            "save_latest": save_latest,
             "async_save": self.saves_in_background,
             "step": getattr(engine, "global_steps", None),
             "rank_state": "missing" if rank_state is None else "given",
@@ -332,13 +340,16 @@ class CheckpointManager:
         """
         self._background.wait()
 
-    def restore(
+    def restore(  # noqa: PLR0913  public API
         self,
         engine: Any,
         *,
         tag: str | None = None,
         strict: bool = True,
         weights_only: bool = False,
+        optimizer: bool = True,
+        scheduler: bool = True,
+        dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
     ) -> dict[str, Any] | None:
@@ -352,6 +363,9 @@ class CheckpointManager:
             tag: Load only this checkpoint.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
+            optimizer: As for ``ckpttool.load``.
+            scheduler: As for ``ckpttool.load``.
+            dry_run: As for ``ckpttool.load``: ``restored`` gets the report of what a restore would do.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
 
@@ -361,27 +375,15 @@ class CheckpointManager:
         Raises:
             CkptError: There are checkpoints, but none can be restored; the same on every rank.
         """
-        options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._allow)
+        options = LoadOptions(
+            strict=strict,
+            weights_only=weights_only,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            dry_run=dry_run,
+            allow=self._allow,
+        )
         return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
-
-    def preview(
-        self,
-        engine: Any,
-        *,
-        tag: str | None = None,
-        strict: bool = True,
-        weights_only: bool = False,
-        require_committed: bool = False,
-        require_signed: bool = False,
-    ) -> LoadReport | None:
-        """Report what ``restore`` would do, on every rank, without changes to the engine. None without a checkpoint."""
-        before = self.restored
-        options = LoadOptions(strict=strict, weights_only=weights_only, dry_run=True, allow=self._allow)
-        try:
-            self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
-            return self.restored
-        finally:
-            self.restored = before
 
     def _restore(
         self, engine: Any, tag: str | None, options: LoadOptions, *, committed: bool, signed: bool
@@ -421,7 +423,7 @@ class CheckpointManager:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments."""
         from ckpttool.integrations.deepspeed.engine import inspect_engine
 
-        arguments |= {"strict": options.strict, "weights_only": options.weights_only, "dry_run": options.dry_run}
+        arguments |= options.agreed()
         found: list[str] = agree_to_begin(
             self._agreeing_ranks(),
             self.root,
@@ -453,7 +455,7 @@ class CheckpointManager:
         for path in found:
             try:
                 checkpoint = open_together(path, storage, partial(open_, storage, path), ranks, timeout=self._timeout)
-                if checkpoint.thin and fall_back and not options.weights_only:
+                if checkpoint.thin and fall_back and not options.without_optimizer:
                     first, thin = first or thin_error(checkpoint), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.checks import Check, ReadChecks
     from ckpttool.integrations.deepspeed.load_partitions import PackedTensor
@@ -20,6 +20,8 @@ class LoadOptions:
 
     strict: bool = True
     weights_only: bool = False
+    optimizer: bool = True
+    scheduler: bool = True
     dry_run: bool = False
     structure_only: bool = False
     """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
@@ -28,6 +30,16 @@ class LoadOptions:
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
+
+    @property
+    def without_optimizer(self) -> bool:
+        """Whether the engine's optimizer keeps its states and hyper-parameters."""
+        return self.weights_only or not self.optimizer
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be the same on all ranks, for ``agree_to_begin``."""
+        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check")
+        return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property
     def memory_bytes(self) -> int:
@@ -66,6 +78,8 @@ class Prepared:
     notes: tuple[str, ...]
     nbytes_read: int
     """Bytes read, or planned to be read."""
+    run_state: Mapping[str, Any] | None = None
+    """Client state and scheduler, if they are restored without the optimizer; None if the files contain them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Result of ``load``, or of ``preview``, on one rank."""
+    """Result of ``load`` on one rank."""
 
     path: str
     """Directory of the checkpoint."""
@@ -34,6 +34,8 @@ class LoadReport:
     """True if the engine was not changed."""
     weights_only: bool
     """True if only weights were requested."""
+    optimizer: bool
+    """Whether the optimizer's states were requested."""
     source: Topology
     """Ranks of the saved run."""
     source_stage: int | None

@@ -14,7 +14,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import open_checkpoint, opening_options
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
@@ -52,6 +52,8 @@ def load_state_dict(  # noqa: PLR0913  public API
     check: Check = "read",
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    open_budget: float = 1.0,
 ) -> LazyStateDict:
     """Return the weights and buffers of any checkpoint as a lazy mapping; ZeRO of any stage and number of ranks too.
 
@@ -66,10 +68,13 @@ def load_state_dict(  # noqa: PLR0913  public API
         check: As for ``consolidate``. A record shared by several tensors is compared when the last of them is read.
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
+        follow_links: As for ``inspect``.
+        open_budget: As for ``inspect``.
 
     Raises:
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
     """
+    storage_options = opening_options(storage_options, follow_links, open_budget)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
