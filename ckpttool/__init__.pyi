@@ -69,9 +69,7 @@ from ckpttool.model import Replica as Replica
 from ckpttool.model import State as State
 from ckpttool.model import Topology as Topology
 from ckpttool.saving.coordination import RankError as RankError
-from ckpttool.storage.base import ExistsError as ExistsError
 from ckpttool.storage.base import Storage as Storage
 from ckpttool.storage.base import StorageSpec as StorageSpec
 from ckpttool.storage.base import WritableStorage as WritableStorage
-from ckpttool.storage.base import Writer as Writer
 from ckpttool.units import Progress as Progress

@@ -514,11 +514,14 @@ def test_public_names_can_be_imported() -> None:
 
 
 def _callables() -> list[tuple[str, Callable[..., Any]]]:
-    """The public functions, and the public methods of the public classes."""
+    """The public functions, and the public methods of the public classes; those of storages are for developers."""
     found = []
     for name in dir(api):
         value = getattr(api, name)
-        members = vars(value) if python_inspect.isclass(value) and not is_dataclass(value) else {}
+        has_methods = (
+            python_inspect.isclass(value) and not is_dataclass(value) and not getattr(value, "_is_protocol", False)
+        )
+        members = vars(value) if has_methods else {}
         found += [(f"{name}.{key}", member) for key, member in members.items() if python_inspect.isfunction(member)]
         found += [(name, value)] if python_inspect.isfunction(value) else []
     of_integrations = {
