@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Else each of the thousands of processes that tests start would compile all of ckpttool anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,8 +81,9 @@ format: $(READY)  ## format the code
 format-check: $(READY)  ## is the code formatted?
 	$(BIN)/ruff format --check .
 
-lint: $(READY)  ## ruff
+lint: $(READY)  ## ruff, and phrases that the project does not use
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.prose
 
 types: $(READY)  ## mypy, strict
 	$(BIN)/mypy
@@ -92,6 +93,10 @@ layers: $(READY)  ## do imports point downwards only?
 
 dist: $(READY)  ## build the wheel and the sdist, and try each in an empty environment
 	$(BIN)/python tests/versions/distributions.py
+
+release-check: $(READY)  ## check all of a release that needs no credentials (TAG=v0.1.0; DIST=dist: keep what was built)
+	$(BIN)/python tests/versions/release.py $(TAG)
+	$(BIN)/python tests/versions/distributions.py $(DIST)
 
 docs: $(DOCS_READY)  ## build the documentation into docs/_build/html; a broken link or reference fails
 	$(BIN)/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html

@@ -1,14 +1,16 @@
 """Builds the wheel and the sdist, installs each into an empty environment, and tries the command and the library there.
 
-    python tests/versions/distributions.py
+    python tests/versions/distributions.py [DIRECTORY]
 
-Prints what each holds; exits with an error if something fails. Needs ``hatchling``, and pip's way to the dependencies.
+Keeps both in the directory, if one is named. Prints the content of each; exits with an error if something fails. Needs
+``hatchling``, and pip's way to the dependencies.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,8 +56,11 @@ def check_content(distribution: Path) -> None:
     else:
         with tarfile.open(distribution) as tar:
             names = [name.partition("/")[2] for name in tar.getnames()]
-    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpttool").rglob("*.py")} | {"ckpttool/py.typed"}
-    static = ROOT / "ckpttool" / "analysis" / "pages" / "static"
+    package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpttool").rglob("*.py")} | {
+        "ckpttool/py.typed",
+        "ckpttool/__init__.pyi",
+    }
+    static = ROOT / "ckpttool" / "pages" / "static"
     package |= {path.relative_to(ROOT).as_posix() for path in static.rglob("*") if path.is_file()}
     assert package <= set(names), sorted(package - set(names))
     assert any(name.endswith("LICENSE") for name in names), names
@@ -96,11 +101,16 @@ def main() -> None:
     """Build and try both."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary).resolve()
-        for distribution in build(directory):
+        built = build(directory)
+        for distribution in built:
             check_content(distribution)
             own = directory / f"of-{distribution.suffix[1:]}"
             own.mkdir()
             try_out(distribution, own)
+        for kept in sys.argv[1:2]:
+            Path(kept).mkdir(parents=True, exist_ok=True)
+            for distribution in built:
+                shutil.copy2(distribution, kept)
 
 
 if __name__ == "__main__":
