@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import os
 import secrets
 import threading
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage, entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 
     from ckpttool.storage.s3_obstore import ObstoreRanges
 
@@ -338,6 +339,10 @@ def _content_type(name: str) -> dict[str, str]:
     return {"ContentType": "text/html; charset=utf-8"} if name.endswith((".html", ".htm")) else {}
 
 
+SENT_BYTES = 1 << 16
+"""Bytes that are passed to the connection at once."""
+
+
 def part_bytes(nbytes: int) -> int:
     """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64, which splits no element."""
     return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
@@ -348,6 +353,43 @@ def answer_of(error: BaseException) -> tuple[int, str]:
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))
+
+
+class _PartBody:
+    """The body of a request: a stream over a buffer, which it does not copy as ``io.BytesIO`` does.
+
+    A stream, because the event loop would send bytes in one call and block meanwhile.
+    """
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, nbytes: int | None = None) -> bytes:
+        """Return the next bytes, at most ``nbytes``; botocore signs what it reads."""
+        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
+        found = bytes(self._data[self._at : end])
+        self._at += len(found)
+        return found
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position."""
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        return self._at
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        """Yield what aiohttp sends."""
+        while self._at < len(self._data):
+            chunk = self._data[self._at : self._at + SENT_BYTES]
+            self._at += len(chunk)
+            yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,8 +415,7 @@ class S3Parts:
 
     def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
-        # A stream, because the event loop would send bytes in one call and block meanwhile.
-        body = io.BytesIO(data)
+        body = _PartBody(data)
         answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **sums, **self.where)
         return str(answer["ETag"])
 

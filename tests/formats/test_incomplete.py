@@ -14,6 +14,7 @@ import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from tests import sampling
+from tests.cli.command import ckpttool as command
 from tests.damage import edit
 from tests.truth import gather, source, tag_directory, truth
 
@@ -169,6 +170,8 @@ def test_directories_of_several_nodes_are_one_checkpoint(
     tags = [str(_tag(first)), str(_tag(second))]
     _assert_is_the_truth(open_checkpoint(tags), name)
     assert ckpttool.verify(tags, deep=True).findings == ()
+    done = command("digest", first, "--part", second)
+    assert (done.code, done.stdout) == (0, command("digest", source(name)).stdout)
 
 
 def test_a_node_may_count_the_ranks_of_what_it_offloaded_from_0(

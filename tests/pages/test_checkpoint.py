@@ -381,7 +381,8 @@ def test_the_page_may_lie_in_a_bucket(s3: Bucket) -> None:
     done = ckpttool(*arguments)
     assert (done.code, done.stdout) == (0, f"{url}: wrote a page\n")
     assert s3.get("pages/checkpoint.html") == checkpoint_page(api.inspect(source("zero2-dp2-bf16")))
-    assert "exists already" in ckpttool(*arguments).error
+    s3.put("pages/checkpoint.html", b"<!doctype html><p>mine</p>")
+    assert "exists already and is not a page" in ckpttool(*arguments).error
 
 
 def test_the_page_holds_what_json_prints(tmp_path: Path, opened: Open) -> None:

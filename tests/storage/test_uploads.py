@@ -746,7 +746,7 @@ MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
 from ckpttool.execution.copy import PartAssembler
-from ckpttool.execution.output import bucket
+from ckpttool.execution.output import bucket_output
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 small, large, out, memory = sys.argv[1:]
