@@ -86,6 +86,7 @@ def title(c: Checkpoint) -> list[str]:
         "safetensors": "safetensors",
         "torch": "state dict of torch.save",
         "dcp": "torch.distributed.checkpoint",
+        "rank files": "FSDP2 files of single ranks",
     }
     title = [kinds[c.format], SHORT_NAMES.get(c.dtype, c.dtype.lower())]
     if c.step is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import ArgumentError, StorageError
+from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.formats import Source, source_paths
 from ckpttool.formats.locate import holds_checkpoint
@@ -111,6 +111,9 @@ class Run:
             self.destination.check_target(overwrite=self.options.overwrite)
         checkpoints = [opened() for opened in openings]
         for checkpoint in checkpoints:
+            if checkpoint.unproven and not self.options.allow_partial:
+                hint = "if no file is missing, pass allow_partial=True"
+                raise LayoutError(checkpoint.location, checkpoint.unproven, hint, ("allow_partial",))
             self.destination.check_apart(checkpoint)
         if self.options.overwrite and holds_checkpoint(self.destination.storage, self.destination.out):
             problem = "holds a checkpoint, which the weights of another one would be mixed with"

@@ -190,6 +190,7 @@ def average(  # noqa: PLR0913  public API
     memory: int | str | None = None,
     ray: bool | str | None = None,
     progress: Progress | None = None,
+    allow_partial: bool = False,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
@@ -226,6 +227,7 @@ def average(  # noqa: PLR0913  public API
         memory: As for ``consolidate``.
         ray: As for ``consolidate``.
         progress: Called with (bytes done, bytes in all).
+        allow_partial: As for ``consolidate``.
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``, for all checkpoints and ``out``.
         follow_links: As for ``inspect``.
@@ -246,6 +248,7 @@ def average(  # noqa: PLR0913  public API
         dry_run=dry_run,
         resume=None,
         overwrite=overwrite,
+        allow_partial=allow_partial,
         trust_names=trust_names,
         storage_options=storage_options,
     )

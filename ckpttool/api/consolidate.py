@@ -374,6 +374,7 @@ def consolidate(  # noqa: PLR0913  public API
     memory: int | str | None = None,
     ray: bool | str | None = None,
     progress: Progress | None = None,
+    allow_partial: bool = False,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
@@ -415,6 +416,7 @@ def consolidate(  # noqa: PLR0913  public API
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
+        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
         trust_names: As for ``inspect``.
         storage_options: As for ``inspect``.
         follow_links: As for ``inspect``.
@@ -435,6 +437,7 @@ def consolidate(  # noqa: PLR0913  public API
         dry_run=dry_run,
         resume=resume,
         overwrite=overwrite,
+        allow_partial=allow_partial,
         trust_names=trust_names,
         storage_options=storage_options,
     )

@@ -53,6 +53,8 @@ class Options:
     """Continue from the files that an earlier run completed; None where a command cannot."""
     overwrite: bool | None = False
     """Replace an existing output; None where a command cannot."""
+    allow_partial: bool = False
+    """Accept a checkpoint whose files cannot be proven to be all."""
     trust_names: bool = False
     """Accept a file whose content names another file name, after a deliberate rename. By default it is refused."""
     storage_options: Mapping[str, Any] | None = None

@@ -138,6 +138,9 @@ tag_option = click.option("--tag", metavar="TAG", help="Tag of the checkpoint in
 trust_option = click.option(
     "--trust-names", is_flag=True, help="Accept renamed files (the name recorded inside differs)."
 )
+partial_option = click.option(
+    "--allow-partial", is_flag=True, help="Accept a source whose files cannot be proven to be all."
+)
 include_option = click.option(
     "--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches (repeatable)."
 )

@@ -45,6 +45,7 @@ from ckpttool.cli import _options as options
 @options.dry_run_option
 @options.prove_option
 @options.resume_option
+@options.partial_option
 @options.run_options
 @options.json_option
 @options.trust_option
@@ -104,7 +105,8 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
     help="Compute dtype of that run, if SRC is weights-only or DCP.  [default: the dtype of the weights]",
 )
 @click.option(
-    "--buffers",
+    "--buffer",
+    "buffers",
     multiple=True,
     metavar="GLOB",
     default=None,
@@ -113,6 +115,7 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @options.dry_run_option
 @options.prove_option
 @options.resume_option
+@options.partial_option
 @options.run_options
 @options.json_option
 @options.trust_option
@@ -207,6 +210,7 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
 @click.option("--overwrite", is_flag=True, help="Replace weights in OUT (for safetensors).")
 @options.dry_run_option
 @click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
+@options.partial_option
 @options.run_options
 @options.json_option
 @options.trust_option

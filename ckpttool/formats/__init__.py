@@ -18,7 +18,14 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.locate import Location, NoCheckpointError, locate, refuse_unfinished, trainer_directories
+from ckpttool.formats.locate import (
+    Location,
+    NoCheckpointError,
+    framework_directory,
+    locate,
+    refuse_unfinished,
+    trainer_directories,
+)
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import brief
@@ -75,6 +82,9 @@ class Format(NamedTuple):
 
 FORMATS = (
     Format("ckpttool.formats.dcp:read_dcp", tagged=False, marker=".metadata", last=(".metadata",)),
+    Format("ckpttool.formats.dcp:read_dcp_pair", tagged=False, marker="pytorch_model_fsdp_0/"),
+    Format("ckpttool.formats.rank_files:read_rank_files", tagged=False),
+    Format("ckpttool.formats.shards:read_shards", tagged=False),
     Format(
         "ckpttool.formats.weights:read_weights",
         tagged=False,
@@ -240,8 +250,11 @@ def _open(
             return found
     try:
         location = locate(storage, first, tag)
-    except NoCheckpointError:
-        found = None if others else _read_unmarked(storage, src)
+    except LayoutError as error:
+        found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
+        inner = framework_directory(storage, src, tag) if found is None and not others else None
+        if inner is not None:
+            return _open([inner], storage, None, report, unfinished, trust_names)
         if found is None:
             raise
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import posixpath
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import CHUNKS, spend
@@ -17,21 +17,16 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, parse_number
+from ckpttool.dtypes import BY_TORCH_NAME, itemsize, parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, TruncatedError
-from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields, fingerprint, shape_of
-from ckpttool.formats.strided import Box, merge_slices
+from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields, shape_of
+from ckpttool.formats.state_dict import StateDict, recorded_step
+from ckpttool.formats.strided import Box, boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.messages import brief
 from ckpttool.model import (
-    MASTER,
-    MODULE,
-    UNKNOWN_GROUP,
-    Buffer,
     Checkpoint,
     CheckpointFile,
-    Parameter,
-    ParamGroup,
     ScalarState,
     State,
     Topology,
@@ -41,7 +36,7 @@ from ckpttool.model.places import Table
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
@@ -52,6 +47,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 """The file with the metadata of a checkpoint."""
+ACCELERATE_MODEL, ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Directories of Accelerate's and the Trainer's distributed checkpoints."""
 HEAD_BYTES, TAIL_BYTES = 1 << 11, 1 << 12
 """Bytes of the pickle at the start of a chunk, and of the ZIP directory at its end."""
 
@@ -101,16 +98,17 @@ class Shards:
         storage: Their storage.
         directory: The checkpoint.
         chunks: Position of each chunk and object.
-        metadata: The file of the metadata.
+        files: The files read before; those of this directory are added.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, chunks: dict[ChunkKey, StoredChunk], metadata: CheckpointFile
+        self, storage: Storage, directory: str, chunks: dict[ChunkKey, StoredChunk], files: list[CheckpointFile]
     ) -> None:
         self._storage = storage
         self._directory = directory
+        self._within = posixpath.dirname(files[-1].name)
         self._chunks = chunks
-        self._files = [metadata]
+        self._files = files
         self._opened: dict[str, tuple[int, Reader]] = {}
         """Index and reader of each open file, by name."""
         self._records: dict[int, list[Record]] = {}
@@ -118,21 +116,18 @@ class Shards:
         if storage.remote:
             self._prefetch()
 
-    @property
-    def files(self) -> tuple[CheckpointFile, ...]:
-        """Return the opened files, with their checksums."""
-        return tuple(replace(file, records=tuple(self._records.get(n, ()))) for n, file in enumerate(self._files))
-
     def close(self) -> None:
-        """Close all files."""
-        for _, reader in self._opened.values():
+        """Close all files, and add the checksums that their archives record."""
+        for index, reader in self._opened.values():
+            self._files[index] = replace(self._files[index], records=tuple(self._records.get(index, ())))
             reader.close()
 
     def _open(self, chunk: StoredChunk) -> tuple[int, _FilePart]:
         if chunk.file not in self._opened:
             reader = self._storage.open(posixpath.join(self._directory, chunk.file), ahead=True)
             self._opened[chunk.file] = len(self._files), reader
-            file = CheckpointFile(chunk.file, reader.nbytes, "shard", None, reader.version, container="dcp")
+            name = posixpath.join(self._within, chunk.file)
+            file = CheckpointFile(name, reader.nbytes, "shard", None, reader.version, container="dcp")
             self._files.append(file)
         index, reader = self._opened[chunk.file]
         if chunk.start + chunk.nbytes > reader.nbytes:
@@ -178,7 +173,7 @@ class Shards:
             if offsets in seen:
                 raise entry.error(fqn, f"has two chunks at {offsets}")
             seen.add(offsets)
-            parts.append((self._chunk(chunk, fqn, sizes), _boxes(offsets, sizes, shape)))
+            parts.append((self._chunk(chunk, fqn, sizes), boxes_of(offsets, sizes, shape)))
         if not parts:
             return merge_slices([], shape, _recorded_dtype(entry))
         if len({state.dtype for state, _ in parts}) > 1:
@@ -298,25 +293,6 @@ def _recorded_dtype(entry: Fields) -> str:
     return BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "F32"
 
 
-def _boxes(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Box]:
-    """Return a chunk as boxes of the whole tensor: one box if one dimension is cut, else one for each outer index."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
-    if not shape:
-        return [Box(0, 0, 1, 1, 1, 1)]
-    numel = sizes[last] * strides[last]
-    outer = sizes[:last]
-    runs, rows = (outer[-1], outer[:-1]) if outer else (1, ())
-    pitch = strides[last - 1] if outer else numel
-    result = []
-    for i, index in enumerate(itertools.product(*map(range, rows))):
-        at = sum(
-            (o + k) * s for o, k, s in zip(offsets, (*index, *[0] * (len(shape) - len(index))), strides, strict=True)
-        )
-        result.append(Box(i * runs * numel, at, runs, numel, numel, pitch))
-    return result
-
-
 def _without_tensors(value: Any, torch: TorchFile, part: _FilePart) -> Any:
     """Replace the 0-dim tensors in an object by numbers: torch accepts tensors for betas, for example."""
     if isinstance(value, TensorRef) and value.shape == ():
@@ -336,32 +312,8 @@ MAX_OBJECT_BYTES = 1 << 16
 """Maximum size in bytes of an object to read."""
 MAX_NAMES_BYTES = 1 << 26
 """Maximum size in bytes of the names of a parameter group."""
-STEP = "step"
-"""The optimizer state that counts steps."""
 CONTAINERS = frozenset({"app", "model", "module", "state_dict"})
 """Keys of a module's state dict; they are not part of its names."""
-
-
-@dataclass(slots=True, eq=False)
-class _Entries:
-    """The entries of the state dict, sorted by part."""
-
-    weights: dict[str, State] = field(default_factory=dict)
-    """Parameters and buffers."""
-    states: dict[str, dict[str, State]] = field(default_factory=dict)
-    """The optimizer's states of each parameter."""
-    numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)
-    """Scalar optimizer states of each parameter."""
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyper-parameters of each parameter group."""
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Hyper-parameters of each parameter, if the checkpoint lists them by parameter."""
-    objects: dict[str, Any] = field(default_factory=dict)
-    """All other objects."""
-    other_numbers: dict[str, float | int | bool] = field(default_factory=dict)
-    """Numbers outside the model and the optimizer."""
-    flattened: bool = False
-    """Whether the optimizer's states have flat keys in the place of nested dictionaries."""
 
 
 def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoint:
@@ -370,54 +322,46 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
     Raises:
         CkptError: The checkpoint is damaged, or has an unsupported form.
     """
-    path = posixpath.join(location.directory, METADATA)
-    metadata, file = _read_metadata(storage, path)
-    shards = Shards(storage, location.directory, stored_chunks(path, metadata), file)
-    try:
-        entries = _read_entries(path, metadata, shards)
-    finally:
-        shards.close()
-    weights, aliases = _separate_ties(entries)
-    floating = {n: s for n, s in weights.items() if DTYPES[s.dtype].floating}
-    states, listed = entries.states, entries.groups
-    if entries.flattened:
-        options = {aliases.get(name, name): own for name, own in entries.options.items()}
-        states = {aliases.get(name, name): own for name, own in states.items()}
-        listed = listed | _group_by_hyperparameters(path, options, states, weights)
-    groups, group_of, differing = _groups(listed, floating, entries.numbers)
-    parameters = []
-    for name, weight in floating.items():
-        # The optimizer has states only for the parameters that it updates.
-        group = group_of.get(name)
-        parameter_states = {
-            MODULE if group is None else MASTER: weight,
-            **_elementwise_states(states.get(name, {}), weight.shape),
-        }
-        parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, parameter_states))
-    reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
-    files = shards.files
-    return Checkpoint(
-        storage=storage.spec,
-        location=location.directory,
-        root=location.root,
-        tag=location.tag,
-        format="dcp",
-        masters_alone=bool(groups),
-        tells_buffers=False,
-        stage=None,
-        topology=Topology(data_parallel=max(1, len(files) - 1)),
-        dtype=next((s.dtype for s in floating.values()), "F32"),
-        deepspeed_version=None,
-        step=int(reached.pop()) if len(reached) == 1 else None,
-        skipped_steps=0,
-        parameters=tuple(parameters),
-        buffers=tuple(Buffer(n, s) for n, s in weights.items() if n not in floating),
-        aliases=aliases,
-        groups=tuple(groups),
-        nonpartitionable=tuple(differing),
-        client_state=entries.objects | (entries.other_numbers if entries.flattened else {}),
-        files=files,
-    )
+    return _read(storage, location, [""])
+
+
+def read_dcp_pair(storage: Storage, location: Location, _report: Report) -> Checkpoint:
+    """Read a model and its optimizer that Accelerate has saved as two distributed checkpoints.
+
+    Source: Accelerate 1.15, utils/fsdp_utils.py (``save_fsdp_model``, ``save_fsdp_optimizer``).
+
+    Raises:
+        CkptError: One of them is damaged or has an unsupported form, or they are of different models.
+    """
+    names = {entry.name for entry in storage.listing(location.directory) if entry.is_dir}
+    return _read(storage, location, [name for name in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER) if name in names])
+
+
+def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpoint:
+    """Read one state dict from the distributed checkpoints in some directories below a location."""
+    entries = StateDict(step=recorded_step(storage, location.directory))
+    files: list[CheckpointFile] = []
+    ranks = 1
+    for part in parts:
+        directory = posixpath.join(location.directory, part) if part else location.directory
+        path = posixpath.join(directory, METADATA)
+        if not storage.exists(path):
+            raise LayoutError(path, "is missing: the save was interrupted", RESTORE)
+        metadata, file = _read_metadata(storage, path)
+        files.append(replace(file, name=posixpath.join(part, METADATA)))
+        first = len(files)
+        shards = Shards(storage, directory, stored_chunks(path, metadata), files)
+        try:
+            _read_entries(path, metadata, shards, entries)
+        finally:
+            shards.close()
+        ranks = max(ranks, len(files) - first)
+    path = posixpath.join(location.directory, files[-1].name)
+    unknown = sorted(entries.states.keys() - entries.weights.keys())
+    if unknown and entries.weights and not entries.flattened:
+        problem = f"holds optimizer states of {brief(unknown[0], 200)}, but the model has no such parameter"
+        raise LayoutError(path, problem, "two saves of different models are mixed: restore it from a copy")
+    return entries.to_checkpoint(storage, location, "dcp", path, Topology(data_parallel=ranks), tuple(files))
 
 
 def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]:
@@ -432,11 +376,10 @@ def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]
     return fields_of(path, root), file
 
 
-def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
+def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict) -> None:
     """Read every entry of the state dict, and sort the entries by part."""
     paths = metadata.values.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
-    result = _Entries()
     for fqn, value in metadata.get("state_dict_metadata", dict).items():
         if not isinstance(fqn, str):
             raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
@@ -452,11 +395,10 @@ def _read_entries(path: str, metadata: Fields, shards: Shards) -> _Entries:
             (result.options if flat else result.groups).setdefault(keys[-2], {})[keys[-1]] = read
         else:
             result.objects[fqn] = read
-    return result
 
 
 def _add_tensor(
-    entries: _Entries, fqn: str, keys: tuple[str, ...], state: State, shards: Shards, *, flat: bool
+    entries: StateDict, fqn: str, keys: tuple[str, ...], state: State, shards: Shards, *, flat: bool
 ) -> None:
     """Add one tensor to the part of the state dict that its keys name."""
     part = keys[-3] if len(keys) >= 3 else ""
@@ -475,13 +417,6 @@ def _add_tensor(
             entries.other_numbers[".".join(named)] = number.value
 
 
-def _separate_ties(entries: _Entries) -> tuple[dict[str, State], dict[str, str]]:
-    """Return each weight under one name, and the tied names; without torchtitan's counts of steps and tokens."""
-    weights = {n: s for n, s in entries.weights.items() if not entries.flattened or n not in entries.other_numbers}
-    aliases = _find_ties(weights)
-    return {n: s for n, s in weights.items() if n not in aliases}, aliases
-
-
 def _unflatten(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     """Return the keys of an entry in the nested state dict, and whether its optimizer part was one flat key.
 
@@ -495,69 +430,3 @@ def _unflatten(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
     if kind in {"state", "param_groups"} and name and outer and outer[-1] not in CONTAINERS:
         return (*outer, kind, name, key), True
     return where, False
-
-
-def _group_by_hyperparameters(
-    path: str,
-    of_each: Mapping[str, Mapping[str, Any]],
-    states: Mapping[str, Mapping[str, State]],
-    weights: Mapping[str, State],
-) -> dict[str, dict[str, Any]]:
-    """Build parameter groups from the hyper-parameters of each parameter: equal hyper-parameters form one group.
-
-    Raises:
-        LayoutError: States belong to an unknown parameter.
-    """
-    unknown = sorted({*of_each, *states} - weights.keys())
-    if unknown:
-        problem = f"holds optimizer states of {brief(unknown[0], 200)}, but no such parameter"
-        raise LayoutError(path, problem, "save model and optimizer under the same parameter names")
-    groups: dict[object, dict[str, Any]] = {}
-    for name in (n for n in weights if n in of_each):
-        group = groups.setdefault(tuple(fingerprint(dict(of_each[name]))), {**of_each[name], "params": []})
-        group["params"].append(name)
-    return {str(number): group for number, group in enumerate(groups.values())}
-
-
-def _find_ties(weights: Mapping[str, State]) -> dict[str, str]:
-    """Map further names of the same bytes to the first name: torch writes a tied tensor once for each name."""
-    first: dict[tuple[object, ...], str] = {}
-    owner = {n: first.setdefault((s.shape, s.dtype, s.extents.tobytes()), n) for n, s in weights.items() if s.numel}
-    return {name: own for name, own in owner.items() if own != name}
-
-
-def _groups(
-    listed: Mapping[str, Mapping[str, Any]],
-    weights: Mapping[str, State],
-    numbers: Mapping[str, Mapping[str, ScalarState]],
-) -> tuple[list[ParamGroup], dict[str, int], list[str]]:
-    """Return the parameter groups, the group of each parameter, and the scalar states that differ within a group.
-
-    All are empty unless the groups list their parameters by name, each once.
-
-    Source: torch 2.13, distributed/checkpoint/state_dict.py (``get_optimizer_state_dict``).
-    """
-    groups: list[ParamGroup] = []
-    group_of: dict[str, int] = {}
-    differing: dict[str, None] = {}
-    for number in sorted(listed, key=lambda n: (len(n), n)):
-        options = dict(listed[number])
-        names = options.pop("params", None)
-        if not isinstance(names, list) or not all(isinstance(n, str) and n in weights for n in names):
-            return [], {}, []
-        if len({*names, *group_of}) < len(names) + len(group_of):
-            return [], {}, []
-        scalars: dict[str, ScalarState] = {}
-        for name in names:
-            group_of[name] = len(groups)
-            states = numbers.get(name, {})
-            for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
-                if scalars.setdefault(key, states[key]) != states[key]:
-                    differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
-        groups.append(ParamGroup(tuple(names), options, scalars))
-    return groups, group_of, list(differing)
-
-
-def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
-    """Return the states with one value per element: not a step."""
-    return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}

@@ -59,6 +59,14 @@ components/checkpoint.py; Megatron-LM, training/checkpointing.py (``get_checkpoi
 ``CheckpointManager.save``."""
 
 
+OF_STEP = r"(?:global_step_|step-|checkpoint-)\d+"
+"""Directories of the steps of a run: of verl, torchtitan, and the Trainer."""
+OF_VERL = ("actor", "critic")
+"""Directories of the models in a step of verl."""
+OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pytorch_model_fsdp_0_rank\d+\.bin"
+"""Names by which a step of torchtitan or of the Trainer is complete; torchtitan skips others, too."""
+
+
 class NoCheckpointError(LayoutError):
     """A directory holds no DeepSpeed checkpoint; it may have another format."""
 
@@ -196,6 +204,43 @@ def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
             hint = f"pass {posixpath.join(src, found[-1].rstrip('/'))}" if layout.inside else WHOLE
             return layout.what, hint
     return None
+
+
+def framework_directory(storage: Storage, src: str, tag: str | None) -> str | None:
+    """Return the directory of a checkpoint in the root of a run of verl, torchtitan, or the Trainer with FSDP.
+
+    Args:
+        storage: The storage.
+        src: The root.
+        tag: Name of the directory; None for the newest that is complete by its names.
+
+    Raises:
+        LayoutError: The directory has the checkpoints of several models.
+    """
+    entries = storage.listing(src) if storage.is_dir(src) else []
+    found = sorted((e.name for e in entries if e.is_dir and re.fullmatch(OF_STEP, e.name)), key=natural_order)
+    tracker = posixpath.join(src, "latest_checkpointed_iteration.txt")
+    if tag is not None:
+        found = [name for name in found if name == tag]
+    elif len(found) > 1 and _is_file(storage, tracker):  # written after all files of a step
+        newest = f"global_step_{storage.read_text(tracker).strip()}"
+        found = [newest] if newest in found else found
+    for name in reversed(found):
+        path = posixpath.join(src, name)
+        inside = storage.listing(path)
+        if any(re.fullmatch(OF_FSDP, entry.name) for entry in inside):
+            return path
+        models = [entry.name for entry in inside if entry.is_dir and entry.name in OF_VERL]
+        if len(models) > 1:
+            problem = f"has the checkpoints of {' and '.join(sorted(models))}"
+            raise LayoutError(path, problem, f"pass one of them: {posixpath.join(path, min(models))}")
+        if models:
+            return posixpath.join(path, models[0])
+    models = [entry.name for entry in entries if entry.is_dir and entry.name in OF_VERL]
+    if len(models) > 1:
+        problem = f"has the checkpoints of {' and '.join(sorted(models))}"
+        raise LayoutError(src, problem, f"pass one of them: {posixpath.join(src, min(models))}")
+    return posixpath.join(src, models[0]) if models and tag is None else None
 
 
 def _look_elsewhere(found: list[Found]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,6 +57,31 @@ def box(
         stride=part[dim] * inner,
         pitch=whole[dim] * inner,
     )
+
+
+def boxes_of(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> list[Box]:
+    """Return a block of a tensor as boxes: one if a single dimension is cut, else one for each index of the outer ones.
+
+    Args:
+        offsets: First index of the block in each dimension.
+        sizes: Its shape.
+        shape: Shape of the whole tensor.
+    """
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    last = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)
+    if not shape:
+        return [Box(0, 0, 1, 1, 1, 1)]
+    numel = sizes[last] * strides[last]
+    outer = sizes[:last]
+    runs, rows = (outer[-1], outer[:-1]) if outer else (1, ())
+    pitch = strides[last - 1] if outer else numel
+    result = []
+    for i, index in enumerate(itertools.product(*map(range, rows))):
+        at = sum(
+            (o + k) * s for o, k, s in zip(offsets, (*index, *[0] * (len(shape) - len(index))), strides, strict=True)
+        )
+        result.append(Box(i * runs * numel, at, runs, numel, numel, pitch))
+    return result
 
 
 class Slice(NamedTuple):

@@ -61,7 +61,7 @@ class RayCluster:
         if importlib.util.find_spec("ray") is None:
             raise PlanError("ray", "is not installed", "pip install 'ckpttool[ray]'")
         if not _ADDRESS.fullmatch(address):
-            hint = "write ray=HOST:PORT; on the command line, an option without an address comes last"
+            hint = "write HOST:PORT, or auto"
             raise ArgumentError("ray", f"is {brief(address)}, not the address of a Ray cluster", hint, ("ray",))
         self._address = address
         self._joined = False

@@ -376,6 +376,8 @@ class Checkpoint:
     """Whether trained parameters have masters and nothing records the type that the module computes in."""
     tells_buffers: bool = True
     """Whether the files tell buffers from frozen parameters."""
+    unproven: str = ""
+    """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
     """The storage of its files, as data; ``storage.connect`` opens it."""
     _notebook: ClassVar[Callable[[Checkpoint], str] | None] = None

@@ -332,7 +332,7 @@ def test_a_false_size_is_refused(lie: Lie, checkpoint_copy: Callable[[str], Path
     lie.tell(root)
     outcomes = _assert_harmless(root, _commands(root, root.parent))
     assert lie.says in outcomes[0].error
-    assert [done.code for done in outcomes] == [1] * 8
+    assert {done.code for done in outcomes} == {1, 3}  # 1 from verify
 
 
 def test_tensors_that_overlap_are_no_danger(checkpoint_copy: Callable[[str], Path]) -> None:

@@ -30,8 +30,7 @@ from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.dcp import _boxes
-from ckpttool.formats.strided import merge_slices
+from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.model import UNKNOWN_GROUP, ScalarState
 from ckpttool.storage import MANIFEST
 from tests.formats.layouts import Disk, counted
@@ -183,7 +182,7 @@ def test_chunks_cut_along_every_dimension_make_the_tensor(shape: tuple[int, ...]
             held = tensor[tuple(slice(a, b) for a, b in chunk)]
             borders = data.draw(st.lists(st.integers(0, held.size), max_size=2))
             offsets = tuple(a for a, _ in chunk)
-            parts.append((disk.store(held, "F32", borders), _boxes(offsets, held.shape, shape)))
+            parts.append((disk.store(held, "F32", borders), boxes_of(offsets, held.shape, shape)))
         state = merge_slices(parts, shape)
         disk.sources().close()
         assert gathered(disk.paths, state) == tensor.tobytes()

@@ -181,10 +181,10 @@ def test_extract_reads_and_writes(place: Place) -> None:
     np.testing.assert_array_equal(ckpttool.extract(checkpoint, name, index=np.s_[1:3, 1:]), whole[1:3, 1:])
     for ending in ("npy", "safetensors", "pt"):
         out = place.new() + f".{ending}"
-        assert command("extract", src, name, "--out", out).code == 0
-        again = command("extract", src, name, "--out", out)
+        assert command("extract", src, name, out).code == 0
+        again = command("extract", src, name, out)
         assert again.error.endswith("exists already; choose another name, or pass --overwrite")
-        assert command("extract", src, name, "--out", out, "--overwrite").code == 0
+        assert command("extract", src, name, out, "--overwrite").code == 0
         assert ckpttool.inspect(out).parameters if ending == "safetensors" else True
 
 

@@ -15,7 +15,7 @@ CHANGES = {
 READS = {"shutil.disk_usage", "shutil.get_terminal_size", "shutil.which"}
 SCRATCH = {
     "integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py", "integrations/deepspeed/restorable.py",
-    "integrations/frameworks.py",
+    "integrations/patches.py",
 }  # fmt: skip
 """Directories that live as long as one call of a framework's own loader or writer."""
 

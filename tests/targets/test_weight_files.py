@@ -186,7 +186,7 @@ def test_weights_alone_have_no_optimizer_to_write(tmp_path: Path) -> None:
     [
         {"to": "torch"},
         {"include": ["a*"]},
-        {"weights": "module"},
+        {"weights_from": "module"},
         {"rename": ["module"]},
         {"rename_map": {"up.weight": "x"}},
     ],

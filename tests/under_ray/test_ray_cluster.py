@@ -260,7 +260,7 @@ def test_a_killed_worker_s_task_is_done_again(
         proxy.add(Before(kill), "get_object", when=_is_large, nth=2)
     ckpttool.consolidate(weights, tmp_path / "expected", to="safetensors")
     out: Any = tmp_path / "out" if there == "disk" else bucket.url("out")
-    given = ["--to", "safetensors", "--storage-option", f"endpoint_url={proxy.url}", "--ray", cluster.address]
+    given = ["--to", "safetensors", "--storage-option", f"endpoint_url={proxy.url}", "--ray-address", cluster.address]
     done = ckpttool_process("consolidate", bucket.url("run"), out, *given)
     assert (done.code, _beside_progress(done.stderr)) == (0, [])
     told = done.stdout.splitlines()
@@ -512,7 +512,9 @@ def test_an_output_that_one_process_must_write_is_refused(tmp_path: Path) -> Non
 def test_the_command_joins_a_cluster_and_leaves_it_running(cluster: Any, tmp_path: Path) -> None:
     src = source("zero2-dp2-bf16")
     ckpttool.consolidate(src, tmp_path / "here", to="safetensors")
-    done = ckpttool_process("consolidate", src, tmp_path / "there", "--to", "safetensors", "--ray", cluster.address)
+    done = ckpttool_process(
+        "consolidate", src, tmp_path / "there", "--to", "safetensors", "--ray-address", cluster.address
+    )
     assert (done.code, _beside_progress(done.stderr)) == (0, [])
     assert done.stdout.startswith(f"{tmp_path / 'there'}: wrote")
     assert files_in(tmp_path / "there") == files_in(tmp_path / "here")
@@ -552,7 +554,7 @@ def test_an_interrupted_run_leaves_nothing(
 
     proxy.add(Before(hold), "get_object", when=_is_large, times=None)
     arguments = ["consolidate", bucket.url("run"), str(tmp_path / "out"), "--to", "safetensors"]
-    arguments += ["--ray", cluster.address, "--storage-option", f"endpoint_url={proxy.url}"]
+    arguments += ["--ray-address", cluster.address, "--storage-option", f"endpoint_url={proxy.url}"]
     with subprocess.Popen([sys.executable, "-m", "ckpttool", *arguments], stderr=subprocess.PIPE, text=True) as run:
         assert asked.wait(60)
         assert staging_of(tmp_path / "out")
@@ -568,7 +570,7 @@ def test_an_address_at_which_nobody_answers_is_one_line_at_once(tmp_path: Path) 
     began = time.monotonic()
     for given in (address, f"ray://{address}"):
         done = ckpttool_process(
-            "consolidate", source("zero3-dp2-bf16"), tmp_path / "out", "--to", "safetensors", "--ray", given
+            "consolidate", source("zero3-dp2-bf16"), tmp_path / "out", "--to", "safetensors", "--ray-address", given
         )
         assert done.error.startswith(f"Error: {given}: no Ray cluster answers there; ")
     assert time.monotonic() - began < 30
@@ -586,8 +588,9 @@ def test_an_address_in_the_environment_is_probed_as_well(tmp_path: Path) -> None
 
 
 def test_an_invalid_address_is_reported(tmp_path: Path) -> None:
-    done = command("convert", "--to", "universal", "--ray", source("zero3-dp2-bf16"), "x", tmp_path / "out")
-    assert "not the address of a Ray cluster; write --ray=HOST:PORT" in done.error
+    source_and_out = (source("zero3-dp2-bf16"), tmp_path / "out")
+    done = command("convert", *source_and_out, "--to", "universal", "--ray-address", "x")
+    assert done.error == "Error: --ray: is 'x', not the address of a Ray cluster; write HOST:PORT, or auto"
 
 
 @pytest.mark.usefixtures("cluster")

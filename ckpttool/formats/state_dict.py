@@ -1,0 +1,239 @@
+"""The state dicts of a model and its optimizer, by the names of the parameters -> Checkpoint.
+
+``torch.distributed.checkpoint`` and the files of single ranks contain them. The readers locate the tensors; this module
+sorts them into parameters, buffers, groups and states.
+
+Source: torch 2.13, distributed/checkpoint/state_dict.py (``get_optimizer_state_dict``, ``_flatten_optim_state_dict``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import posixpath
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.dtypes import DTYPES
+from ckpttool.errors import CkptError, LayoutError
+from ckpttool.formats.fields import fingerprint
+from ckpttool.messages import brief
+from ckpttool.model import (
+    MASTER,
+    MODULE,
+    UNKNOWN_GROUP,
+    Buffer,
+    Checkpoint,
+    Parameter,
+    ParamGroup,
+    ScalarState,
+    State,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ckpttool.formats.locate import Location
+    from ckpttool.model import CheckpointFile, Replica, Topology
+    from ckpttool.storage import Storage
+
+STEP = "step"
+"""The optimizer state that counts steps."""
+
+
+@dataclass(slots=True, eq=False)
+class StateDict:
+    """The entries of a model's and an optimizer's state dict, sorted by part."""
+
+    weights: dict[str, State] = field(default_factory=dict)
+    """Parameters and buffers."""
+    states: dict[str, dict[str, State]] = field(default_factory=dict)
+    """The optimizer's states of each parameter."""
+    numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)
+    """Scalar optimizer states of each parameter."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters of each parameter group, and the names of its parameters under ``params``."""
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters of each parameter, if the checkpoint lists them by parameter."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """All other objects."""
+    other_numbers: dict[str, float | int | bool] = field(default_factory=dict)
+    """Numbers outside the model and the optimizer."""
+    flattened: bool = False
+    """Whether the optimizer's states have flat keys in the place of nested dictionaries."""
+    aliases: dict[str, str] | None = None
+    """Tied names, if the reader knows them; None to find them by the places of the tensors."""
+    buffers: frozenset[str] | None = None
+    """Names of the buffers, if the reader knows them; None if floating-point ones may be frozen parameters."""
+
+    step: int | None = None
+    """Steps of the run; None for those of the optimizer."""
+    scheduler: Any = None
+    """State of the scheduler."""
+    replicas: tuple[Replica, ...] = ()
+    """States that are stored several times."""
+    remarks: tuple[str, ...] = ()
+    """Facts for the user."""
+
+    def to_checkpoint(
+        self,
+        storage: Storage,
+        location: Location,
+        kind: str,
+        path: str,
+        topology: Topology,
+        files: tuple[CheckpointFile, ...],
+    ) -> Checkpoint:
+        """Return the layout.
+
+        Args:
+            storage: The storage of the files.
+            location: Their directory.
+            kind: ``Checkpoint.format``.
+            path: The file to name in errors.
+            topology: Ranks of the run.
+            files: The files.
+
+        Raises:
+            LayoutError: States belong to an unknown parameter.
+        """
+        weights, aliases = self._without_ties()
+        known = self.buffers
+        trainable = {
+            n: s for n, s in weights.items() if (DTYPES[s.dtype].floating if known is None else n not in known)
+        }
+        states, listed = self.states, self.groups
+        if self.flattened:
+            options = {aliases.get(name, name): own for name, own in self.options.items()}
+            states = {aliases.get(name, name): own for name, own in states.items()}
+            listed = listed | _group_by_hyperparameters(path, options, states, weights)
+        updated = {*states, *self.numbers}
+        groups, group_of, differing = _groups(listed, trainable, self.numbers, updated)
+        parameters = []
+        for name, weight in trainable.items():
+            # The optimizer has states only for the parameters that it updates.
+            group = group_of.get(name)
+            parameter_states = {
+                MODULE if group is None else MASTER: weight,
+                **_elementwise_states(states.get(name, {}), weight.shape),
+            }
+            parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, parameter_states))
+        reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
+        return Checkpoint(
+            storage=storage.spec,
+            location=location.directory,
+            root=location.root,
+            tag=location.tag,
+            format=kind,
+            masters_alone=bool(groups),
+            tells_buffers=known is not None,
+            stage=None,
+            topology=topology,
+            dtype=next((s.dtype for s in trainable.values()), "F32"),
+            deepspeed_version=None,
+            step=int(reached.pop()) if self.step is None and len(reached) == 1 else self.step,
+            skipped_steps=0,
+            parameters=tuple(parameters),
+            buffers=tuple(Buffer(n, s) for n, s in weights.items() if n not in trainable),
+            aliases=aliases,
+            groups=tuple(groups),
+            nonpartitionable=tuple(differing),
+            scheduler=self.scheduler,
+            client_state=self.objects | (self.other_numbers if self.flattened else {}),
+            files=files,
+            replicas=self.replicas,
+            remarks=self.remarks,
+        )
+
+    def _without_ties(self) -> tuple[dict[str, State], dict[str, str]]:
+        """Return each weight under one name, and the tied names; without torchtitan's counts of steps and tokens."""
+        weights = {n: s for n, s in self.weights.items() if not self.flattened or n not in self.other_numbers}
+        aliases = _find_ties(weights) if self.aliases is None else self.aliases
+        return {n: s for n, s in weights.items() if n not in aliases}, aliases
+
+
+def _group_by_hyperparameters(
+    path: str,
+    of_each: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, Mapping[str, State]],
+    weights: Mapping[str, State],
+) -> dict[str, dict[str, Any]]:
+    """Build parameter groups from the hyper-parameters of each parameter: equal hyper-parameters form one group.
+
+    Raises:
+        LayoutError: States belong to an unknown parameter.
+    """
+    unknown = sorted({*of_each, *states} - weights.keys())
+    if unknown:
+        problem = f"holds optimizer states of {brief(unknown[0], 200)}, but no such parameter"
+        raise LayoutError(path, problem, "save model and optimizer under the same parameter names")
+    groups: dict[object, dict[str, Any]] = {}
+    for name in (n for n in weights if n in of_each):
+        own = {key: of_each[name][key] for key in sorted(of_each[name])}  # ranks write them in any order
+        group = groups.setdefault(tuple(fingerprint(own)), {**own, "params": []})
+        group["params"].append(name)
+    return {str(number): group for number, group in enumerate(groups.values())}
+
+
+def _find_ties(weights: Mapping[str, State]) -> dict[str, str]:
+    """Map further names of the same bytes to the first name: torch writes a tied tensor once for each name."""
+    first: dict[tuple[object, ...], str] = {}
+    owner = {n: first.setdefault((s.shape, s.dtype, s.extents.tobytes()), n) for n, s in weights.items() if s.numel}
+    return {name: own for name, own in owner.items() if own != name}
+
+
+def _groups(
+    listed: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[str, State],
+    numbers: Mapping[str, Mapping[str, ScalarState]],
+    updated: Collection[str],
+) -> tuple[list[ParamGroup], dict[str, int], list[str]]:
+    """Return the parameter groups, the group of each parameter, and the scalar states that differ within a group.
+
+    All are empty unless the groups list their parameters by name, each once.
+
+    Args:
+        listed: Hyper-parameters and parameters of each group.
+        weights: The parameters.
+        numbers: Scalar states of each parameter.
+        updated: Parameters with states.
+    """
+    groups: list[ParamGroup] = []
+    group_of: dict[str, int] = {}
+    differing: dict[str, None] = {}
+    for number in sorted(listed, key=lambda n: (len(n), n)):
+        options = dict(listed[number])
+        names = options.pop("params", None)
+        if not isinstance(names, list) or not all(isinstance(n, str) and n in weights for n in names):
+            return [], {}, []
+        if len({*names, *group_of}) < len(names) + len(group_of):
+            return [], {}, []
+        # An optimizer may list parameters that it has never updated: they are frozen.
+        names = [name for name in names if name in updated] or names
+        scalars: dict[str, ScalarState] = {}
+        for name in names:
+            group_of[name] = len(groups)
+            states = numbers.get(name, {})
+            for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
+                if scalars.setdefault(key, states[key]) != states[key]:
+                    differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
+        groups.append(ParamGroup(tuple(names), options, scalars))
+    return groups, group_of, list(differing)
+
+
+def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
+    """Return the states with one value per element: not a step."""
+    return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}
+
+
+def recorded_step(storage: Storage, directory: str) -> int | None:
+    """Return the step by the name of a directory (of verl, torchtitan, the Trainer), or by the Trainer's state."""
+    for part in directory.split("/")[::-1][:2]:
+        if match := re.fullmatch(r"(?:global_step_|step-|checkpoint-)(\d+)", part):
+            return int(match[1])
+    path = posixpath.join(directory, "trainer_state.json")
+    with contextlib.suppress(CkptError, ValueError, KeyError, TypeError):
+        if storage.exists(path):
+            return int(json.loads(storage.read_text(path))["global_step"])
+    return None

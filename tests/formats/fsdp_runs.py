@@ -1,0 +1,119 @@
+"""Runs of FSDP2, HSDP and tensor parallelism on forked ranks, saved in the layouts of frameworks with their truth."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MESHES = {"fsdp": 1, "hsdp": 2, "tp": 2}
+"""Number of dimensions of each mesh."""
+STEPS = 3
+
+
+def train(job: dict[str, Any], directory: Path) -> None:
+    """Train a small model of odd shapes, and save it in every layout.
+
+    ``truth.safetensors`` has ``model/NAME`` and ``STATE/NAME`` of the live run, by ``full_tensor``.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+    from torch import nn
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    class Net(nn.Module):  # type: ignore[misc]  # torch is not followed
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(37, 16)
+            self.up, self.down = nn.Linear(16, 34), nn.Linear(34, 16, bias=False)
+            self.norm = nn.LayerNorm(16)
+            self.tiny = nn.Parameter(torch.ones(1))
+            self.frozen = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 37, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("positions", torch.arange(16.0))
+            self.register_buffer("seen", torch.tensor(3))
+            for p in self.frozen.parameters():
+                p.requires_grad_(False)
+
+        def forward(self, tokens: Any) -> Any:
+            x = self.embed(tokens) + self.positions
+            x = x + self.down(torch.relu(self.up(x))) * self.tiny
+            return self.head(self.norm(x + self.frozen(x)))
+
+    torch.manual_seed(0)
+    net = Net().to(getattr(torch, job["dtype"]))
+    if job["mesh"] == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+    elif job["mesh"] == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("ddp", "fsdp"))
+    else:
+        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = whole["dp"]
+        parallelize_module(net, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (net.up, net.down, net):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters() if job.get("all", True) else _trained(net), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        net(torch.randint(0, 37, (2, 5))).float().pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    root = directory / job["id"]
+    verl, accelerate, checkpointing = (
+        root / "verl/global_step_3/actor",
+        root / "accelerate/checkpoint-3",
+        root / "items",
+    )
+    for path in (verl, accelerate, checkpointing):
+        path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    model, states = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer)
+    flat = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    torch.save(net.state_dict(), verl / f"model_world_size_{ranks}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), verl / f"optim_world_size_{ranks}_rank_{rank}.pt")
+    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
+    torch.save(extra, verl / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+    torch.save(model, accelerate / f"pytorch_model_fsdp_0_rank{rank}.bin")
+    torch.save(states, accelerate / f"optimizer_0_rank{rank}.bin")
+    torch.save(model, checkpointing / f"model_{rank}.pt")
+    torch.save(states, checkpointing / f"optimizer_{rank}.pt")
+    pair = root / "trainer/checkpoint-3"
+    dcp.save({"model": model}, checkpoint_id=str(pair / "pytorch_model_fsdp_0"))
+    dcp.save({"optimizer": states}, checkpoint_id=str(pair / "optimizer_0"))
+    dcp.save({**model, "optimizer": flat}, checkpoint_id=str(root / "titan/step-3"))
+    untied = {name: value for name, value in model.items() if name != "head.weight"}  # safetensors refuses ties
+    dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(root / "shards"), save_distributed=True))
+
+    names = {id(p): name for name, p in net.named_parameters()}
+    live = {f"model/{name}": value for name, value in model.items()}
+    live |= {f"{key}/{names[id(p)]}": value for p, own in optimizer.state.items() for key, value in own.items()}
+    truth = {key: (v.full_tensor() if isinstance(v, DTensor) else v).contiguous().clone() for key, v in live.items()}
+    if rank == 0:
+        (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": ranks}))
+        (verl / "huggingface").mkdir()
+        (verl / "huggingface/config.json").write_text('{"model_type": "odd"}')
+        (root / "verl/latest_checkpointed_iteration.txt").write_text("3")
+        (pair / "trainer_state.json").write_text('{"global_step": 3}')
+        save_file(truth, str(root / "truth.safetensors"))
+
+
+def _trained(net: Any) -> list[Any]:
+    return [p for p in net.parameters() if p.requires_grad]

@@ -1,0 +1,167 @@
+"""What FSDP2, HSDP and tensor parallelism save, in every layout, is what the live run held, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from safetensors.torch import load_file
+
+import ckpttool
+from ckpttool.errors import CkptError, LayoutError
+from tests.cli.command import ckpttool as command
+from tests.forked import each_on_ranks
+from tests.formats import fsdp_runs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+
+JOBS: list[dict[str, Any]] = [
+    {"id": f"{mesh}-{ranks}-{dtype}", "mesh": mesh, "world_size": ranks, "dtype": dtype}
+    for mesh, ranks in (("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4))
+    for dtype in ("float32", "bfloat16")
+]
+JOBS.append({"id": "fsdp-2-trained-alone", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "all": False})
+SOURCES = {
+    "verl": "verl/global_step_3/actor",
+    "verl run": "verl",
+    "accelerate": "accelerate/checkpoint-3",
+    "torch_checkpointing": "items",
+    "trainer": "trainer/checkpoint-3",
+    "trainer run": "trainer",
+    "torchtitan": "titan/step-3",
+    "torchtitan run": "titan",
+    "shards": "shards",
+}
+RANK_FILES = ("verl", "accelerate", "torch_checkpointing")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs")
+    each_on_ranks(fsdp_runs.train, JOBS, directory, imports=["torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    return directory
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("job", [job["id"] for job in JOBS])
+def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> None:
+    truth = load_file(str(runs / job / "truth.safetensors"))
+    checkpoint = ckpttool.inspect(runs / job / SOURCES[source])
+    names = [*(p.name for p in checkpoint.parameters), *(b.name for b in checkpoint.buffers), *checkpoint.aliases]
+    expected = {key.removeprefix("model/") for key in truth if key.startswith("model/")}
+    assert {*names} == expected - ({"head.weight"} if source == "shards" else set())
+    for name in names:
+        assert torch.equal(ckpttool.extract(checkpoint, name, framework="torch"), truth[f"model/{name}"]), name
+    moments = {(key, p.name) for p in checkpoint.parameters for key in p.states if key not in {"fp32", "module"}}
+    for key, name in moments:
+        read = ckpttool.extract(checkpoint, name, state=key, framework="torch")
+        assert torch.equal(read, truth[f"{key}/{name}"]), (key, name)
+    unnamed = source in {"verl", "verl run"} and "alone" in job  # numbers that fit several parameters
+    if source != "shards" and not unnamed:
+        assert {f"{key}/{name}" for key, name in moments} == {k for k in truth if k.startswith("exp_avg")}
+        assert checkpoint.step == fsdp_runs.STEPS
+        assert [group.scalars["step"].value for group in checkpoint.groups] == [fsdp_runs.STEPS]
+    assert ckpttool.verify(runs / job / SOURCES[source], deep=True).findings == ()
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s != "shards"])
+@pytest.mark.parametrize("job", ["fsdp-3-bfloat16", "hsdp-4-float32", "tp-4-float32"])
+def test_weights_and_optimizer_are_converted(job: str, source: str, runs: Path, tmp_path: Path) -> None:
+    src = runs / job / SOURCES[source]
+    ckpttool.consolidate(src, tmp_path / "weights", to="safetensors", prove=True)
+    buffers = ("positions", "seen") if not ckpttool.inspect(src).tells_buffers else None
+    for to, options in (("dcp", {}), ("zero", {"world_size": 2, "stage": 2, "dtype": "bf16", "buffers": buffers})):
+        if to == "zero" and buffers is not None:
+            options = {**options, "buffers": ("positions",)}
+        ckpttool.convert(src, tmp_path / to, to=to, prove=True, **options)  # type: ignore[arg-type]
+        assert ckpttool.digest(tmp_path / to).optimizer == ckpttool.digest(src).optimizer
+
+
+# ------------------------------------------------------------------------------------------------- no shard can lie
+
+
+@pytest.mark.parametrize("source", RANK_FILES)
+@pytest.mark.parametrize("job", ["fsdp-4-float32", "hsdp-4-float32", "tp-4-float32"])
+def test_a_missing_swapped_or_copied_file_is_refused(job: str, source: str, runs: Path, tmp_path: Path) -> None:
+    whole = runs / job / SOURCES[source]
+    files = sorted(path.name for path in whole.iterdir() if path.suffix in {".pt", ".bin"})
+    kinds = [list(same) for _, same in itertools.groupby(files, lambda name: name[:5])]
+    for names in (names for names in kinds if not names[0].startswith("extra")):
+        for damage, (one, two) in itertools.product(("gone", "copied", "swapped"), itertools.combinations(names, 2)):
+            root = tmp_path / "damaged"
+            shutil.copytree(whole, root)
+            if damage == "gone":
+                (root / one).unlink()
+            else:
+                shutil.copy(whole / one, root / two)
+            if damage == "swapped":
+                shutil.copy(whole / two, root / one)
+            with pytest.raises(LayoutError) as caught:
+                ckpttool.inspect(root)
+            assert one in str(caught.value) or two in str(caught.value), (damage, one, two)
+            shutil.rmtree(root)
+
+
+def test_files_of_two_steps_are_refused(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-2-float32" / SOURCES["accelerate"], tmp_path / "mixed")
+    path = tmp_path / "mixed/optimizer_0_rank1.bin"
+    saved = torch.load(path, weights_only=False)
+    for states in saved["state"].values():
+        states["step"] += 1
+    torch.save(saved, path)
+    with pytest.raises(LayoutError, match=r"optimizer_0_rank1.bin: holds another step of .* two saves are mixed"):
+        ckpttool.inspect(tmp_path / "mixed")
+
+
+def test_copies_that_differ_are_found(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "hsdp-4-float32" / SOURCES["verl"], tmp_path / "mixed")
+    path = tmp_path / "mixed/model_world_size_4_rank_2.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["up.weight"].to_local()[3] += 1
+    torch.save(saved, path)
+    assert [f for f in ckpttool.verify(tmp_path / "mixed", deep=True).findings if "up.weight" in f.problem]
+    with pytest.raises(CkptError, match=r"up\.weight"):
+        ckpttool.consolidate(tmp_path / "mixed", tmp_path / "out", to="safetensors")
+
+
+def test_files_of_another_world_size_beside_them_do_not_count(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-4-float32" / SOURCES["verl"], tmp_path / "both")
+    for path in (runs / "fsdp-2-float32" / SOURCES["verl"]).glob("*_world_size_2_*"):
+        shutil.copy(path, tmp_path / "both")
+    assert ckpttool.inspect(tmp_path / "both").topology.data_parallel == 4
+    (tmp_path / "both/fsdp_config.json").unlink()
+    with pytest.raises(LayoutError, match="has files of 2 and 4 ranks"):
+        ckpttool.inspect(tmp_path / "both")
+
+
+def test_a_run_with_two_models_asks_for_one(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-2-float32/verl", tmp_path / "run")
+    shutil.copytree(tmp_path / "run/global_step_3/actor", tmp_path / "run/global_step_3/critic")
+    with pytest.raises(LayoutError, match=r"has the checkpoints of actor and critic; pass one of them: .*/actor"):
+        ckpttool.inspect(tmp_path / "run")
+    assert ckpttool.inspect(tmp_path / "run/global_step_3/critic").step == fsdp_runs.STEPS
+
+
+# ------------------------------------------------------------------------------------------------- safetensors
+
+
+def test_shards_that_cannot_be_proven_whole_need_a_flag(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-4-float32/shards", tmp_path / "part")
+    assert command("consolidate", tmp_path / "part", tmp_path / "whole", "--to", "safetensors").code == 0
+    (tmp_path / "part/shard-00004-model-00001-of-00001.safetensors").unlink()
+    run = ("consolidate", tmp_path / "part", tmp_path / "out", "--to", "safetensors")
+    assert command(*run).error.endswith("the last ones may be missing; if no file is missing, pass --allow-partial")
+    assert command(*run, "--allow-partial").code == 0
+    (tmp_path / "part/shard-00002-model-00001-of-00001.safetensors").unlink()
+    assert "a file is missing, or two saves are mixed" in command(*run, "--allow-partial", "--overwrite").error
