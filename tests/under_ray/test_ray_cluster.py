@@ -523,7 +523,7 @@ def test_the_command_joins_a_cluster_and_leaves_it_running(cluster: Any, tmp_pat
 
 
 def test_a_cluster_that_is_started_ends_with_the_command(tmp_path: Path) -> None:
-    arguments = ["convert", source("zero2-dp2-bf16"), str(tmp_path / "out"), "--to", "universal", "--ray=local"]
+    arguments = ["convert", source("zero2-dp2-bf16"), str(tmp_path / "out"), "--to", "universal", "--ray-address=local"]
     with subprocess.Popen(
         [sys.executable, "-m", "ckpttool", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **ENVIRONMENT},
@@ -608,6 +608,6 @@ def test_without_ray_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: 
 
 def test_a_dry_run_starts_no_cluster(tmp_path: Path) -> None:
     given = ("consolidate", source("zero3-dp2-bf16"), tmp_path / "out", "--to", "safetensors", "--dry-run")
-    here, there = command(*given), command(*given, "--ray=127.0.0.1:1")
+    here, there = command(*given), command(*given, "--ray-address=127.0.0.1:1")
     assert there.code == 0
     assert there.stdout.partition("needs: ")[0] == here.stdout.partition("needs: ")[0]

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import CkptError, LayoutError, PlanError
@@ -38,6 +36,8 @@ def ranks_of_process_group(purpose: str) -> Ranks:
     Raises:
         PlanError: A process group of several ranks has no store.
     """
+    import torch.distributed as dist  # slow to import, and not needed before a save or a load
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Alone()
     store = dist.distributed_c10d._get_default_store()
@@ -51,6 +51,8 @@ def ranks_of_process_group(purpose: str) -> Ranks:
 
 def own_group() -> Any:
     """Return a gloo process group for small host tensors, for any backend of the training; None for one rank."""
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo")
@@ -60,6 +62,9 @@ def any_of(group: Any, value: bool) -> bool:
     """Return whether a value is true on any rank of a group."""
     if group is None:
         return value
+    import torch
+    import torch.distributed as dist
+
     counted = torch.tensor([int(value)])
     dist.all_reduce(counted, op=dist.ReduceOp.MAX, group=group)
     return bool(counted.item())
