@@ -39,6 +39,7 @@ class _Target:
     expert_parallel: int | None
     dtype: str | None
     buffers: tuple[str, ...] | None = None
+    layout: str | None = None
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -50,6 +51,10 @@ class _Target:
         for name in ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers"):
             if self.to != "zero" and getattr(self, name) is not None:
                 raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')
+        if self.layout is not None:
+            check_choice("layout", self.layout, ("nested", "flat", "accelerate", "torchtitan"))
+            if self.to != "dcp":
+                raise ArgumentError("layout", f"is for dcp, not for {self.to}", 'leave out layout, or write to="dcp"')
         for name in ("world_size", "sub_group_size", "expert_parallel"):
             check_at_least(name, getattr(self, name), 1)
         if self.dtype is not None:
@@ -88,6 +93,7 @@ def convert(  # noqa: PLR0913  public API
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
+    layout: Literal["nested", "flat", "accelerate", "torchtitan"] | None = None,
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
@@ -121,6 +127,9 @@ def convert(  # noqa: PLR0913  public API
         dtype: Type that run computes in, for "zero" where the source does not say: DCP, or weights alone.
         buffers: Patterns of the names of buffers, for "zero" where the source does not tell buffers from frozen
             parameters: DCP, or weights alone; stage 3 keeps them apart. Empty if there are none.
+        layout: For "dcp", the names and the nesting that a loader asks for: "nested" (default) and "flat" as
+            ``get_state_dict`` has them, under ``model`` and ``optim``; "accelerate" for Accelerate's and the Trainer's
+            FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler.
         prove: Digest the source and the output, and commit only if they are equal.
         check: As for ``consolidate``.
         dry_run: Plan, but write nothing; the report has what a run needs.
@@ -163,6 +172,7 @@ def convert(  # noqa: PLR0913  public API
         expert_parallel,
         dtype,
         None if buffers is None else tuple(buffers),
+        layout,
     )
     return _convert(src, checked_path("out", out), target, options)
 
@@ -237,7 +247,8 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
-        return plan_dcp(checkpoint, consistency=sample_checks(checkpoint)), ".metadata", losses
+        plan = plan_dcp(checkpoint, layout=target.layout or "nested", consistency=sample_checks(checkpoint))
+        return plan, plan.files[-1].name, losses
     companions, left_behind = sidecars_for(checkpoint, target.world_size)
     companions += rank_state_sidecars(checkpoint, tag)
     return with_sidecars(plan, companions, None), last, [*losses, *left_behind]

@@ -112,6 +112,11 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
     default=None,
     help='Names of buffers, if SRC is weights-only or DCP, for stage 3; "" if there are none. Repeatable.',
 )
+@click.option(
+    "--layout",
+    type=click.Choice(["nested", "flat", "accelerate", "torchtitan"]),
+    help="Names and nesting of a DCP output, as the loader asks for them.  [default: nested]",
+)
 @options.dry_run_option
 @options.prove_option
 @options.resume_option

@@ -210,15 +210,16 @@ def _groups(
         if len({*names, *group_of}) < len(names) + len(group_of):
             return [], {}, []
         # An optimizer may list parameters that it has never updated: they are frozen.
-        names = [name for name in names if name in updated] or names
+        trained = [name for name in names if name in updated] or names
+        frozen = tuple(name for name in names if name not in trained) if len(trained) < len(names) else ()
         scalars: dict[str, ScalarState] = {}
-        for name in names:
+        for name in trained:
             group_of[name] = len(groups)
             states = numbers.get(name, {})
             for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
                 if scalars.setdefault(key, states[key]) != states[key]:
                     differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
-        groups.append(ParamGroup(tuple(names), options, scalars))
+        groups.append(ParamGroup(tuple(trained), options, scalars, frozen))
     return groups, group_of, list(differing)
 
 

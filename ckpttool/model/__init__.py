@@ -248,6 +248,8 @@ class ParamGroup:
     """
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole group."""
+    frozen: tuple[str, ...] = ()
+    """Further parameters that the optimizer lists and has never updated; ``Parameter.group`` of these is None."""
 
 
 @dataclass(frozen=True, slots=True)

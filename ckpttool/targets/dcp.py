@@ -1,15 +1,16 @@
 """Checkpoint -> plan of a directory of ``torch.distributed.checkpoint``.
 
-It has the content that ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``: weights under
-``model.NAME``, the optimizer's states under ``optim.state.NAME.STATE``, its groups under ``optim.param_groups``. Each
-tensor is one chunk, a ``torch.save`` file within a file; any number of ranks reads the parts it needs.
+Each tensor is one chunk, a ``torch.save`` file within a file; any number of ranks reads the parts it needs. The layout
+sets the names and the nesting of the entries, which differ between the loaders of frameworks.
 
 Source: torch 2.13, distributed/checkpoint/filesystem.py (``FileSystemWriter``), metadata.py, default_planner.py and
-state_dict.py (``get_state_dict``).
+state_dict.py (``get_state_dict``, ``_flatten_optim_state_dict``); Accelerate 1.15, utils/fsdp_utils.py; torchtitan 0.3,
+components/checkpoint.py.
 """
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,9 @@ import numpy as np
 
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, Size, TorchDType
-from ckpttool.dtypes import DTYPES, castable
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
-from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
@@ -56,6 +57,29 @@ Path = tuple[str | int, ...]
 """Keys of a value in the nested state dict."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names and nesting of the entries."""
+
+    model: tuple[str, ...]
+    """Keys before the name of a weight."""
+    optimizer: str
+    """Key of the optimizer's state dict."""
+    flat: bool = False
+    """Whether the optimizer's state dict has flat keys, with the hyper-parameters of each parameter."""
+    directories: tuple[str, str] = ("", "")
+    """Directories of the model and of the optimizer, each a distributed checkpoint."""
+
+
+LAYOUTS = {
+    "nested": Layout(("model",), "optim"),
+    "flat": Layout(("model",), "optim", flat=True),
+    "accelerate": Layout(("model",), "optimizer", directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
+    "torchtitan": Layout((), "optimizer", flat=True),
+}
+"""Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorEntry:
     """One entry of the checkpoint, written as an archive of its own."""
@@ -76,7 +100,11 @@ class _TensorEntry:
 
 
 def plan_dcp(
-    checkpoint: Checkpoint, *, max_file_bytes: int = MAX_FILE_BYTES, consistency: ConsistencyChecks | None = None
+    checkpoint: Checkpoint,
+    *,
+    layout: str = "nested",
+    max_file_bytes: int = MAX_FILE_BYTES,
+    consistency: ConsistencyChecks | None = None,
 ) -> CopyPlan:
     """Plan ``.metadata`` and the files that it describes.
 
@@ -85,79 +113,125 @@ def plan_dcp(
 
     Args:
         checkpoint: The source.
+        layout: Key of LAYOUTS.
         max_file_bytes: Maximum file size in bytes, unless a single tensor is larger.
         consistency: Consistency checks to make before the first write.
 
     Raises:
         PlanError: The checkpoint holds no tensors, or two entries of one name.
     """
-    builder = CopyBuilder(checkpoint)
-    entries: list[_TensorEntry] = []
+    builder, names = CopyBuilder(checkpoint), LAYOUTS[layout]
+    parts: dict[str, list[_TensorEntry]] = {}
+    weights: dict[str, _TensorEntry] = {}
+    for kind, name, entry in _entries(checkpoint, builder, names):
+        parts.setdefault(names.directories[kind != "model"], []).append(entry)
+        if kind == "model":
+            weights[name] = entry
+    if not parts:
+        raise PlanError(checkpoint.location, "holds no tensors", "choose another checkpoint")
     files: list[TargetFile] = []
+    for directory, entries in parts.items():
+        # torch writes a tied tensor once for each name; here both names refer to the same bytes.
+        own = directory == names.directories[0]
+        ties = [
+            (alias, weights[n])
+            for alias, n in checkpoint.aliases.items()
+            if own and n in weights and alias not in weights
+        ]
+        tied = [(entry, replace(entry, path=(*names.model, alias))) for alias, entry in ties]
+        files += _directory(checkpoint, directory, entries, tied, max_file_bytes)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
+
+
+def _directory(
+    checkpoint: Checkpoint,
+    directory: str,
+    entries: list[_TensorEntry],
+    tied: Iterable[tuple[_TensorEntry, _TensorEntry]],
+    max_file_bytes: int,
+) -> Iterator[TargetFile]:
+    """Yield the files of one distributed checkpoint.
+
+    Args:
+        checkpoint: The source.
+        directory: Where they are, below the output.
+        entries: Its entries.
+        tied: Entries with the bytes of another one: the other, and the entry.
+        max_file_bytes: As for ``plan_dcp``.
+
+    Raises:
+        PlanError: Two entries have one name.
+    """
     where: dict[str, tuple[str, int, int]] = {}
     shard: list[tuple[int, TargetFile]] = []
-    size = 0
-    for entry in _entries(checkpoint, builder):
+    number = size = 0
+    for entry in entries:
         if entry.fqn in where:
             problem = f"has two entries of the name {entry.fqn:.200}"
             raise PlanError(checkpoint.location, problem, "convert it to zero or to universal")
         if shard and size + entry.file.nbytes > max_file_bytes:
-            files.append(_shard(len(files), shard))
-            shard, size = [], 0
+            yield _shard(directory, number, shard)
+            number, shard, size = number + 1, [], 0
         start = -(-size // ALIGNMENT) * ALIGNMENT
-        where[entry.fqn] = _shard_name(len(files)), start, entry.file.nbytes
+        where[entry.fqn] = _shard_name(number), start, entry.file.nbytes
         shard.append((start, entry.file))
         size = start + entry.file.nbytes
-        entries.append(entry)
-    if not entries:
-        raise PlanError(checkpoint.location, "holds no tensors", "choose another checkpoint")
-    files.append(_shard(len(files), shard))
-    weights = {entry.path[1]: entry for entry in entries if entry.path[0] == "model"}
-    for alias, stored in checkpoint.aliases.items():
-        # torch writes a tied tensor once for each name; here both names refer to the same bytes.
-        if stored in weights and f"model.{alias}" not in where:
-            tied = replace(weights[stored], path=("model", alias))
-            where[tied.fqn] = where[weights[stored].fqn]
-            entries.append(tied)
-    files.append(plain_file(METADATA, pickle(_metadata(entries, where), path=METADATA)))
-    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
+    yield _shard(directory, number, shard)
+    for stored, alias in tied:
+        if alias.fqn not in where:
+            where[alias.fqn] = where[stored.fqn]
+            entries.append(alias)
+    yield plain_file(posixpath.join(directory, METADATA), pickle(_metadata(entries, where), path=METADATA))
 
 
 # ------------------------------------------------------------------------------------------------- entries
 
 
-def _entries(checkpoint: Checkpoint, builder: CopyBuilder) -> Iterator[_TensorEntry]:
+def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: Layout) -> Iterator[tuple[str, str, _TensorEntry]]:
+    """Yield "model" or "optimizer", the parameter or buffer ("" for none), and the entry."""
     for parameter in checkpoint.parameters:
         state = checkpoint.weights(parameter)
-        dtype = "F32" if MASTER in parameter.states and castable(state.dtype, "F32") else state.dtype
-        yield _tensor(builder, ("model", parameter.name), state, dtype)
+        yield "model", parameter.name, _tensor(builder, (*names.model, parameter.name), state, state.dtype)
     for buffer in checkpoint.buffers:
-        yield _tensor(builder, ("model", buffer.name), buffer.state, buffer.state.dtype)
+        yield "model", buffer.name, _tensor(builder, (*names.model, buffer.name), buffer.state, buffer.state.dtype)
     for parameter in checkpoint.parameters:
-        yield from _states(checkpoint, builder, parameter)
+        for entry in _states(checkpoint, builder, parameter, names):
+            yield "optimizer", parameter.name, entry
     for g, group in enumerate(checkpoint.groups):
         options = without_tensors(dict(group.hyperparameters))
         known = {key for p in checkpoint.parameters if p.group == g for key in p.states}
         if known >= _ADAM and "betas" in options:
             options = {**_ADAM_OPTIONS, **options}
-        for key, value in {**options, "params": list(group.parameters)}.items():
-            if isinstance(value, TensorFloat | TensorInteger):
-                yield _scalar_entry(builder, ("optim", "param_groups", g, key), value, value.dtype)
-            else:
-                yield _object(builder, ("optim", "param_groups", g, key), value)
+        listed = [*group.parameters, *group.frozen]
+        if not names.flat:
+            options["params"] = listed
+        for name in listed if names.flat else ("",):
+            for key, value in options.items():
+                path: Path = (names.optimizer, "param_groups", g, key)
+                if names.flat:
+                    path = (names.optimizer, f"param_groups.{name}.{key}")
+                if isinstance(value, TensorFloat | TensorInteger):
+                    yield "optimizer", name, _scalar_entry(builder, path, value, value.dtype)
+                else:
+                    yield "optimizer", name, _object(builder, path, value)
 
 
-def _states(checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter) -> Iterator[_TensorEntry]:
-    path = ("optim", "state", parameter.name)
+def _states(
+    checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: Layout
+) -> Iterator[_TensorEntry]:
+    def path(key: str) -> Path:
+        flat = (names.optimizer, f"state.{parameter.name}.{key}")
+        return flat if names.flat else (names.optimizer, "state", parameter.name, key)
+
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:
-            yield _tensor(builder, (*path, key), state, state.dtype)
+            yield _tensor(builder, path(key), state, state.dtype)
     if parameter.group is None or not 0 <= parameter.group < len(checkpoint.groups):
         return
     for key, scalar in checkpoint.groups[parameter.group].scalars.items():
         if key in parameter.states and key != STEP:
             continue
-        yield _scalar_entry(builder, (*path, key), scalar.value, scalar.dtype or "F32", scalar.shape)
+        yield _scalar_entry(builder, path(key), scalar.value, scalar.dtype or "F32", scalar.shape)
 
 
 def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _TensorEntry:
@@ -186,7 +260,7 @@ def _shard_name(number: int) -> str:
     return f"__0_{number}.distcp"
 
 
-def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
+def _shard(directory: str, number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
     """Concatenate archives into one file."""
     literals: list[tuple[int, bytes]] = []
     zeros: list[tuple[int, int]] = []
@@ -203,7 +277,8 @@ def _shard(number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
         moved["target"] += np.uint64(start)
         copies.append(moved)
         end = start + part.nbytes
-    return TargetFile(_shard_name(number), end, tuple(literals), np.concatenate(copies), tuple(gathers), tuple(zeros))
+    name = posixpath.join(directory, _shard_name(number))
+    return TargetFile(name, end, tuple(literals), np.concatenate(copies), tuple(gathers), tuple(zeros))
 
 
 # ------------------------------------------------------------------------------------------------- metadata

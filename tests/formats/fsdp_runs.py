@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 MESHES = {"fsdp": 1, "hsdp": 2, "tp": 2}
@@ -13,28 +15,16 @@ MESHES = {"fsdp": 1, "hsdp": 2, "tp": 2}
 STEPS = 3
 
 
-def train(job: dict[str, Any], directory: Path) -> None:
-    """Train a small model of odd shapes, and save it in every layout.
-
-    ``truth.safetensors`` has ``model/NAME`` and ``STATE/NAME`` of the live run, by ``full_tensor``.
-    """
+def start(job: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Build a small model of odd shapes and its optimizer and scheduler, on the mesh and in the type of a job."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from safetensors.torch import save_file
     from torch import nn
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = dist.get_world_size()
 
     class Net(nn.Module):  # type: ignore[misc]  # torch is not followed
         def __init__(self) -> None:
@@ -56,7 +46,7 @@ def train(job: dict[str, Any], directory: Path) -> None:
             x = x + self.down(torch.relu(self.up(x))) * self.tiny
             return self.head(self.norm(x + self.frozen(x)))
 
-    torch.manual_seed(0)
+    torch.manual_seed(job.get("seed", 0))
     net = Net().to(getattr(torch, job["dtype"]))
     if job["mesh"] == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
@@ -69,12 +59,50 @@ def train(job: dict[str, Any], directory: Path) -> None:
     for module in (net.up, net.down, net):
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters() if job.get("all", True) else _trained(net), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def advance(net: Any, optimizer: Any, step: int) -> None:
+    """Take one step of training; every rank has the same data."""
+    import torch
+
+    torch.manual_seed(step)
+    net(torch.randint(0, 37, (2, 5))).float().pow(2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def live(net: Any, optimizer: Any) -> dict[str, Any]:
+    """Return ``model/NAME`` and ``STATE/NAME`` as whole tensors, on every rank."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.tensor import DTensor
+
+    names = {id(p): name for name, p in net.named_parameters()}
+    values = {f"model/{name}": value for name, value in get_model_state_dict(net).items()}
+    values |= {f"{key}/{names[id(p)]}": value for p, own in optimizer.state.items() for key, value in own.items()}
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).contiguous().clone() for k, v in values.items()}
+
+
+def train(job: dict[str, Any], directory: Path) -> None:
+    """Train a run, and save it in every layout.
+
+    ``truth.safetensors`` has the values of ``live`` after the last step.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    net, optimizer, scheduler = start(job)
     for step in range(STEPS):
-        torch.manual_seed(step)
-        net(torch.randint(0, 37, (2, 5))).float().pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(net, optimizer, step)
 
     root = directory / job["id"]
     verl, accelerate, checkpointing = (
@@ -102,10 +130,7 @@ def train(job: dict[str, Any], directory: Path) -> None:
     untied = {name: value for name, value in model.items() if name != "head.weight"}  # safetensors refuses ties
     dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(root / "shards"), save_distributed=True))
 
-    names = {id(p): name for name, p in net.named_parameters()}
-    live = {f"model/{name}": value for name, value in model.items()}
-    live |= {f"{key}/{names[id(p)]}": value for p, own in optimizer.state.items() for key, value in own.items()}
-    truth = {key: (v.full_tensor() if isinstance(v, DTensor) else v).contiguous().clone() for key, v in live.items()}
+    truth = live(net, optimizer)
     if rank == 0:
         (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": ranks}))
         (verl / "huggingface").mkdir()
@@ -113,6 +138,74 @@ def train(job: dict[str, Any], directory: Path) -> None:
         (root / "verl/latest_checkpointed_iteration.txt").write_text("3")
         (pair / "trainer_state.json").write_text('{"global_step": 3}')
         save_file(truth, str(root / "truth.safetensors"))
+
+
+def resume(job: dict[str, Any], directory: Path) -> None:
+    """Load each checkpoint of ``job["sources"]`` into a new run, by the loader of its layout, and train one step.
+
+    Every one has to give the values of ``truth.safetensors`` and, after the step, the same values as the first.
+    """
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    expected = load_file(job["truth"])
+    after: dict[str, Any] = {}
+    for layout, path in job["sources"]:
+        net, optimizer, _ = start({**job, "seed": 1})
+        LOADERS[layout](net, optimizer, path)
+        loaded = live(net, optimizer)
+        assert loaded.keys() == expected.keys(), (layout, loaded.keys() ^ expected.keys())
+        for key, value in expected.items():
+            assert loaded[key].dtype == value.dtype, (layout, key)
+            assert torch.equal(loaded[key], value), (layout, key)
+        advance(net, optimizer, STEPS)
+        stepped = live(net, optimizer)
+        after = after or stepped
+        assert any(not torch.equal(stepped[key], loaded[key]) for key in stepped)
+        assert all(torch.equal(stepped[key], value) for key, value in after.items()), layout
+    if dist.get_rank() == 0:
+        (directory / job["id"]).write_text("loaded")
+
+
+def _load_dcp(net: Any, optimizer: Any, path: str, *, flat: bool = False, titan: bool = False) -> None:
+    """Load as a loop of torch's own functions does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model, states = get_model_state_dict(net), get_optimizer_state_dict(net, optimizer, options=options)
+    dcp.load({**model, "optimizer": states} if titan else {"model": model, "optim": states}, checkpoint_id=path)
+    set_model_state_dict(net, model)
+    set_optimizer_state_dict(net, optimizer, states, options=options)
+
+
+def _load_accelerate(net: Any, optimizer: Any, path: str, *, use_dcp: bool = True) -> None:
+    """Load by Accelerate's own functions."""
+    import os
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    load_fsdp_model(plugin, accelerator, net, path, use_dcp=use_dcp)
+    load_fsdp_optimizer(plugin, accelerator, optimizer, net, path, use_dcp=use_dcp)
+
+
+LOADERS: dict[str, Callable[[Any, Any, str], None]] = {
+    "nested": _load_dcp,
+    "flat": functools.partial(_load_dcp, flat=True),
+    "torchtitan": functools.partial(_load_dcp, flat=True, titan=True),
+    "accelerate": _load_accelerate,
+}
 
 
 def _trained(net: Any) -> list[Any]:

@@ -88,6 +88,22 @@ def test_weights_and_optimizer_are_converted(job: str, source: str, runs: Path, 
         assert ckpttool.digest(tmp_path / to).optimizer == ckpttool.digest(src).optimizer
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("job", "source"), [("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "accelerate")])
+def test_the_loaders_of_frameworks_resume_on_any_number_of_ranks(
+    job: str, source: str, ranks: int, runs: Path, tmp_path: Path
+) -> None:
+    src = runs / job / SOURCES[source]
+    sources = [("accelerate", str(runs / job / SOURCES["trainer"])), ("torchtitan", str(runs / job / "titan/step-3"))]
+    for layout in ("nested", "flat", "accelerate", "torchtitan"):
+        ckpttool.convert(src, tmp_path / layout, to="dcp", layout=layout)
+        sources.append((layout, str(tmp_path / layout)))
+    loading = {"id": "done", "mesh": "fsdp", "world_size": ranks, "dtype": job.rpartition("-")[2]}
+    loading |= {"sources": sources, "truth": str(runs / job / "truth.safetensors")}
+    each_on_ranks(fsdp_runs.resume, [loading], tmp_path, imports=["torch.distributed.checkpoint", "accelerate"])
+    assert (tmp_path / "done").read_text() == "loaded"
+
+
 # ------------------------------------------------------------------------------------------------- no shard can lie
 
 
