@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 examples/huggingface_accelerate.py run out --stage 3 --steps 20
     torchrun --nproc_per_node=3 examples/huggingface_accelerate.py run out --stage 2 --steps 30
 
-The second run resumes where the first one ended, or where it was killed. On a machine without a GPU:
+The second run goes on where the first one ended, or where it was killed. On a machine without a GPU:
 DS_ACCELERATOR=cpu torchrun ...
 """
 

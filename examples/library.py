@@ -1,4 +1,4 @@
-"""Use ckpttool from Python: inspect a checkpoint, verify it, and write its weights in the type for serving.
+"""The same from Python: see what is in a checkpoint, check it, and write weights in the type that you serve in.
 
 python examples/library.py CHECKPOINT OUT
 """
@@ -14,7 +14,7 @@ def main() -> None:
     """Inspect, verify and consolidate one checkpoint."""
     src, out = sys.argv[1:3]
 
-    checkpoint = ckpttool.inspect(src)  # reads a few kilobytes, runs no code from the files
+    checkpoint = ckpttool.inspect(src)  # a few kilobytes are read, nothing in the files is run
     print(f"{checkpoint.tag}: ZeRO-{checkpoint.stage} over {checkpoint.topology.data_parallel} ranks")
     for parameter in checkpoint.parameters:
         print(f"  {parameter.name} {parameter.shape}: {', '.join(parameter.states)}")

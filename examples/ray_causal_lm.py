@@ -1,10 +1,10 @@
-"""Train a causal language model with DeepSpeed under Ray Train; resume; export the weights, and generate with them.
+"""Train a causal language model with DeepSpeed under Ray Train; resume; turn it into weights, and generate with them.
 
     python examples/ray_causal_lm.py --storage run --workers 2 --epochs 2
     python examples/ray_causal_lm.py --storage run --workers 3 --epochs 3 --stage 3 --export out
 
-The second command resumes at epoch 2 with another number of workers and another ZeRO stage. The model is tiny and
-random, its data made on the spot: put ``from_pretrained`` and real text in their places.
+The second goes on at epoch 2 with another number of workers and another ZeRO stage. The model is tiny and random, its
+data made on the spot: put ``from_pretrained`` and real text in their places.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train_func(config: dict[str, Any]) -> None:
 
 
 def export(checkpoint: Any, out: str) -> None:
-    """Export a checkpoint for ``from_pretrained``, and generate with it."""
+    """Turn a checkpoint into what ``from_pretrained`` loads, and generate with it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

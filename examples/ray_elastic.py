@@ -1,11 +1,10 @@
-"""DeepSpeed under Ray Train that continues with the remaining workers, and uses workers that join.
+"""DeepSpeed under Ray Train that goes on with the workers that are left, and takes in those that come.
 
     python examples/ray_elastic.py --storage /shared/runs --workers 1 8 --gpu    # on a Ray cluster
     python examples/ray_elastic.py --simulate    # three nodes on this machine: one is lost, comes back, one is drained
 
-After a change the run resumes from the newest commit, on the current number of workers. The steps since that commit
-are lost. The same happens when workers join, because Ray then restarts all workers without a warning. Save often
-enough.
+Whatever happens, the run goes on from the newest commit, spread anew over the workers there are. What is lost are the
+steps since then; when workers come, too: Ray starts all of them again, without a warning. Save often enough for that.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def tell(config: dict[str, Any], **event: Any) -> None:
 
 
 def fit(config: dict[str, Any], storage: str, workers: tuple[int, int], *, gpu: bool, interval: float) -> Any:
-    """Run the training on any number of workers between two limits."""
+    """Run it on any number of workers between two."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -107,7 +106,7 @@ def fit(config: dict[str, Any], storage: str, workers: tuple[int, int], *, gpu: 
             name="elastic",
             storage_path=storage,
             checkpoint_config=CheckpointConfig(num_to_keep=3),
-            # Without relax_collectives_on_preemption, because the shards of the leaving workers would be missing.
+            # Not relax_collectives_on_preemption: the shards of the workers that leave would be missing.
             failure_config=FailureConfig(max_failures=5),
         ),
     )
@@ -120,7 +119,7 @@ QUICK = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
-    # Ray may still plan with the lost node: the time that it waits for this node. 60 s by default; on a
+    # Ray may first plan with the node that it has just lost: how long it then waits for it. 60 s by default; on a
     # real cluster it must be longer than a worker takes to start.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -194,7 +193,7 @@ def simulate(storage: str) -> None:
     leaving = next(n["NodeID"] for n in ray.nodes() if n["NodeID"] == third.node_id)
     drain(cluster.address, leaving, 20)
     saved = until("just in time", 3)
-    check(until("start", 2)["step"] >= saved["step"], "the workers resume from the save just in time")
+    check(until("start", 2)["step"] >= saved["step"], "what was saved just in time is what they go on from")
     until("save", 2)
     stop.touch()
     running.join()

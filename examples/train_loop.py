@@ -1,7 +1,7 @@
-"""A train loop of plain DeepSpeed that can be killed at any moment, and resumes on any number of ranks.
+"""A train loop of plain DeepSpeed that can be killed at any moment, and goes on with any number of ranks.
 
     torchrun --nproc_per_node=2 examples/train_loop.py run --steps 20
-    torchrun --nproc_per_node=3 examples/train_loop.py run --steps 40     # resumes at step 20
+    torchrun --nproc_per_node=3 examples/train_loop.py run --steps 40     # goes on at step 20
 
 On a machine without a GPU: DS_ACCELERATOR=cpu torchrun ...
 """
@@ -29,7 +29,7 @@ CONFIG = {
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's slice of a step's data; the union over all ranks does not depend on their number."""
+    """This rank's part of a step's data; all ranks together see the same, however many they are."""
     numbers = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, WIDTH, generator=numbers)
     targets = inputs.roll(1, dims=1) * 0.5
@@ -37,7 +37,7 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def main() -> None:
-    """Train and save; resume from the newest checkpoint if there is one."""
+    """Train, save now and then, and resume if there is something to resume from."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", help="directory or URL of the run's checkpoints")
     parser.add_argument("--steps", type=int, default=20)
