@@ -18,7 +18,7 @@ TRUTH = Path("fixtures/truth/zero3-dp2-bf16-trainer.safetensors")
 
 
 def ckpttool(*arguments: str) -> None:
-    """Run a command as a user would, showing it first."""
+    """Print a command, and run it."""
     print(f"\n$ ckpttool {' '.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", "ckpttool", *arguments], check=True, cwd=ROOT)  # noqa: S603 - our own tool
 
