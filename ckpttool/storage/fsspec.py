@@ -541,7 +541,7 @@ class RemoteStorage(Described):
         return str(self.fs._strip_protocol(scheme + path[len(scheme) :]))
 
     def is_same(self, other: object) -> bool:
-        """Return whether a path means the same file in another storage."""
+        """Return whether a path names the same file in another storage."""
         return isinstance(other, RemoteStorage) and type(self.fs) is type(other.fs)
 
     # ------------------------------------------------------------------------------------------- reading
@@ -731,7 +731,7 @@ class RemoteStorage(Described):
 
 
 def _tops(directories: Iterable[str]) -> dict[str, bool]:
-    """Return the directories without a parent among the others, and whether others lie below them."""
+    """Return the directories without a parent among the others, and whether they contain others."""
     tops: dict[str, bool] = {}
     for key in sorted(directories, key=lambda d: d.split("/")):
         top = next(reversed(tops), None)

@@ -100,7 +100,7 @@ class S3Storage(RemoteStorage):
         return found
 
     def is_dir(self, path: str) -> bool:
-        """Return whether any object lies below the path; one request."""
+        """Return whether there is any object below the path; one request."""
         key = self.key(path).rstrip("/")
         if self._lookup(path)[0] or "/" not in key:
             return super().is_dir(path)

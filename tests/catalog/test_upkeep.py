@@ -484,7 +484,7 @@ def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(
     (root / "step1" / THINNING).write_text("{")
 
     def refuse(*_: object, **__: object) -> bool:
-        raise StorageError("step1/file", "permission denied", "check who may read and write it")
+        raise StorageError("step1/file", "permission denied", "check its permissions")
 
     monkeypatch.setattr(cleanup, "recover", refuse)
     monkeypatch.setattr(cleanup, "is_gone", lambda *_: False)

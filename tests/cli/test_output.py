@@ -425,7 +425,7 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
     out = open_directory / "out"
     for command in (["inspect", root], ["consolidate", root, out, "--to", "torch"]):
         error = ckpttool_without_privileges(*command).error
-        assert error == f"Error: {secret}: permission denied; check who may read and write it"
+        assert error == f"Error: {secret}: permission denied; check its permissions"
     checked = ckpttool_without_privileges("verify", root)
     assert checked.code == 1
     assert checked.stdout.startswith(f"{secret}: permission denied; ")
@@ -434,7 +434,7 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
     tag.chmod(0)
     for options in [(), ("--tag", "global_step3")]:
         error = ckpttool_without_privileges("inspect", root, *options).error
-        assert error == f"Error: {tag}: permission denied; check who may read and write it"
+        assert error == f"Error: {tag}: permission denied; check its permissions"
     assert not out.exists()
 
 
