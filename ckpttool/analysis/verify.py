@@ -98,7 +98,7 @@ def verify_checkpoint(
         src: As for ``open_checkpoint``.
         tag: As for ``open_checkpoint``.
         deep: Also compare every recorded CRC-32, look for NaN and infinity, and compare each 16-bit copy with the cast
-            of its fp32 master weights, element by element. Without it, only samples of the latter.
+            of its fp32 master weights, element by element. Without it, only samples of the copies.
         jobs: Threads; None for one for each core, up to MAX_JOBS.
         progress: Called with (bytes done, bytes in all).
         options: As for ``open_checkpoint``.
@@ -170,7 +170,7 @@ def _compare(
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:
-        # Masters of unknown names are no damage.
+        # Unknown names of masters are not damage.
         errors += (e for e in failed_checks(checks, advance=meter) if not isinstance(e, PlanError))
     except CkptError as error:
         errors.append(error)

@@ -1,9 +1,9 @@
 """List the checkpoints under a root or in the directories of runs, and check which are complete.
 
-Runs are those of a Hugging Face Trainer, of Accelerate and of Ray Train.
+It knows runs of a Hugging Face Trainer, of Accelerate and of Ray Train.
 
-Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a checkpoint that is
-gone refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
+Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a missing checkpoint
+    refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class CatalogEntry:
 
 
 class _Listed(NamedTuple):
-    """An entry, and what depends on the other entries of the root."""
+    """An entry, and values that depend on the other entries of the root."""
 
     entry: CatalogEntry
     saved: Saved
@@ -326,7 +326,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
             problems.append(f"{latest} cannot be read: {error.problem}")
             continue
         if len(tag) > MAX_TAG:
-            problems.append(f"{latest} has {len(tag):,} characters, which is no name of a checkpoint")
+            problems.append(f"{latest} has {len(tag):,} characters, too many for the name of a checkpoint")
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
@@ -337,7 +337,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
 
 
 def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
-    """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
+    """Return the entry of a directory; None if it is not a checkpoint or has been removed meanwhile."""
     try:
         return _read_entry(found, latest, reported, options)
     except StorageError as error:
@@ -447,7 +447,7 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 
 def _holds_weights(storage: Storage, path: str) -> bool:
-    """Return whether files of weights lie in a directory or below it, as PEFT writes named adapters."""
+    """Return whether files of weights are in a directory or below it, as PEFT writes named adapters."""
     return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
@@ -460,7 +460,7 @@ def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:
 def _proves_loss(storage: Storage, error: CkptError) -> bool:
     """Return whether an error is about a file that is missing or cut off.
 
-    A damaged file is no loss: a killed save leaves none, and much of it may still be read.
+    A damaged file does not count: killed saves do not leave any, and much of it may still be read.
     """
     return isinstance(error, TruncatedError) or is_gone(storage, error)
 
@@ -604,7 +604,7 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
     """
     storage.refresh([])
     folders = ray_folders(storage, run)
-    with contextlib.suppress(StorageError):  # only saves requests: the code below reports errors
+    with contextlib.suppress(StorageError):  # only to save requests: the code below reports errors
         storage.refresh([posixpath.join(folder.path, MANIFEST) for folder in folders])
     dated = []
     for folder in folders:

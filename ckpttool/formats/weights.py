@@ -146,7 +146,7 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
     """Read the layout of one file of weights, or of a directory of them, without tensor bytes.
 
     Returns:
-        The layout; None if there are no weights.
+        The layout; None without weights.
 
     Raises:
         CkptError: A file is damaged, or two files hold the same tensor.
@@ -218,7 +218,7 @@ def checkpoint_of_weights(
     states: Mapping[str, State],
     aliases: Mapping[str, str],
 ) -> Checkpoint:
-    """Return the layout of a checkpoint that holds weights alone.
+    """Return the layout of a checkpoint that contains only weights.
 
     Args:
         storage: Its storage.
@@ -267,7 +267,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
                 ),
                 value.name,
             )
-            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or no plain tensor"
+            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or not a plain tensor"
             raise LayoutError(torch.path, problem, WHOLE)
         if FLAT.fullmatch(str(name).rpartition(".")[2]):
             problem = f"holds the flat parameter {brief(name, 200)} of one rank of FSDP"

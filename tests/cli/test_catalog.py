@@ -172,7 +172,7 @@ def test_a_latest_that_is_no_name_makes_one_clear_line(root: Path, s3: Bucket) -
     for where in (root, s3.url("run")):
         done = ckpttool("ls", where)
         assert (done.code, done.stderr) == (0, "")
-        assert "note: latest has 100,000 characters, which is no name of a checkpoint" in done.stdout.splitlines()
+        assert "note: latest has 100,000 characters, too many for the name of a checkpoint" in done.stdout.splitlines()
         assert f"{where}/latest: does not name a tag" in ckpttool("inspect", where).error
         assert "latest has 100,000 characters" in ckpttool("prune", where, "--keep-last", 1).error
 

@@ -424,7 +424,7 @@ def test_unknown_and_missing_schemes(tmp_path: Path) -> None:
 
 def test_several_places_at_once_are_refused(s3: Bucket, run: str) -> None:
     error = command("inspect", run, source(NAME)).error
-    assert "does not lie on the same storage as" in error
+    assert "is not on the same storage as" in error
 
 
 # ------------------------------------------------------------------------------------------- storages without more

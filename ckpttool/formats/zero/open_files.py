@@ -209,7 +209,7 @@ def trusted_names(names: Sequence[str]) -> list[str]:
 def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
     """Return the error of an optimizer file that was copied over another rank's; else None.
 
-    Equal checksums alone are no evidence: before the first step two partitions may be equal. If two tensors of a rank
+    Equal checksums are not enough evidence: before the first step two partitions may be equal. If two tensors of a rank
     vary and equal another rank's (such as a master and a moment), one file was copied over the other.
     """
     seen: dict[tuple[tuple[int, int], ...], RankFile] = {}
@@ -341,7 +341,7 @@ def check_recorded_slices(
     """Compare the recorded slices of each rank with the slices that its position gives it.
 
     Source: DeepSpeed 0.7 to 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
-    (``_create_param_mapping``): elements of each parameter that lie in the rank's partition.
+    (``_create_param_mapping``): elements of each parameter in the rank's partition.
 
     Args:
         states: ``optimizer_state_dict`` of each rank.
@@ -528,7 +528,7 @@ class Opener:
         model_rank: int | None,
         records: tuple[Record, ...] | None,
     ) -> None:
-        """Assign an index to a file; ``records`` are those of its archive, None for raw elements."""
+        """Assign an index to a file; ``records`` are the records of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
         container = "raw" if records is None else "torch"

@@ -83,7 +83,7 @@ def read_partitions(
     """Assign the optimizer's numbered states to the names of the module.
 
     The optimizer has no names, only shapes in the order of its groups; each group lists its parameters in the order of
-    the module. Often only one assignment fits. If several fit, the states stay unassigned.
+    the module. Often only one assignment fits. If several fit, the states are not assigned.
 
     Args:
         files: The files.
@@ -275,7 +275,7 @@ def _guessed(
     known: Mapping[str, State],
     recorded: Sequence[list[str]],
 ) -> Iterator[str]:
-    """Yield the parameters whose master may be that of another one of the same shape: a group may have any order."""
+    """Yield the parameters whose master may belong to another one of the same shape: a group may have any order."""
     if optimizer.masters is None or names == recorded:
         return
     shapes = Counter(state.shape for state in known.values())
@@ -390,7 +390,7 @@ def _listed_states(
 ) -> _GroupStates:
     """Read the states of a group with separate tensors for each parameter.
 
-    A number that differs between parameters stays with its parameter: only the files of the same layout keep it. The
+    A number that differs between parameters is kept by parameter, and written only to files of the same layout. The
     step of a group is its largest.
 
     Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).

@@ -74,7 +74,7 @@ class TargetExperts:
     Args:
         checkpoint: The source.
         ranks: Data-parallel ranks of the target.
-        parallel: Expert-parallel size of the target; None for that of the source.
+        parallel: Expert-parallel size of the target; None for the source's.
     """
 
     def __init__(self, checkpoint: Checkpoint, ranks: int, parallel: int | None = None) -> None:
