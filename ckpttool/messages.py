@@ -59,7 +59,7 @@ def _one_without_secrets(url: str) -> str:
 
 
 def _inner_url(path: str) -> tuple[str, str, str]:
-    """Split a path that contains a URL into the text before it, the URL and the text behind it."""
+    """Split a path that contains a URL into the text before it, the URL and the text after it."""
     found = _URL.search(path)
     return (path[: found.start()], found[0], path[found.end() :]) if found else (path, "", "")
 

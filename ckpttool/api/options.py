@@ -54,9 +54,9 @@ class Options:
     overwrite: bool | None = False
     """Replace an existing output; None where a command cannot."""
     trust_names: bool = False
-    """Accept a file whose content names another file name, after a deliberate rename. By default it is refused."""
+    """Accept renamed files (the name recorded inside differs). By default they are refused."""
     storage_options: Mapping[str, Any] | None = None
-    """Options for the fsspec class of URLs: keys, an endpoint, ... None: what fsspec finds itself."""
+    """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
 
     def __post_init__(self) -> None:
         check_choice("check", self.check, ("read", "full", "off"))
@@ -79,7 +79,7 @@ class Options:
             unfinished: Also open a checkpoint that ckpttool has not committed yet.
 
         Raises:
-            CkptError: There is no sound checkpoint.
+            CkptError: The checkpoint is missing or damaged.
         """
         return open_checkpoint(
             src, tag=self.tag, options=self.storage_options, unfinished=unfinished, trust_names=self.trust_names

@@ -58,7 +58,7 @@ class CkptSaves:
 
     Args:
         async_save: Return after the state is copied to host memory, and write in the background.
-        save_timeout: Seconds that a rank may be behind the others before a save fails.
+        save_timeout: Seconds that a rank may lag before a save fails.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``: classes of objects in hyper-parameters and in states of callbacks.
         arguments: Arguments of the strategy.
@@ -103,7 +103,7 @@ class CkptSaves:
         """Save as ``DeepSpeedStrategy.save_checkpoint`` does, in its layout, as one commit."""
         strategy: Any = self
         if storage_options is not None:
-            problem = "is no option of a save"
+            problem = "is not an option of a save"
             raise ArgumentError("storage_options", problem, f"pass it to {type(self).__name__}")
         folder = absolute_path(str(strategy.broadcast(os.fspath(filepath))))
         saves = self._folders.at(folder)
@@ -151,7 +151,7 @@ class CkptSaves:
 
     def _restore_rng(self, report: LoadReport) -> None:
         if not set_rng_of(report):
-            LOG.warning("%s has no random number states: they begin anew", report.path)
+            LOG.warning("%s has no random number states: they start again", report.path)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the random number generators again before the first batch of a run that was saved within an epoch.

@@ -76,7 +76,7 @@ class RayTrainCheckpoints:
         blocking: Whether ``report`` returns after the checkpoint is committed and reported. If not, the state is copied
             to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
             reports the checkpoint.
-        timeout: Seconds that a worker may be behind the others before a save fails.
+        timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
         allow: As for ``CheckpointManager``.
@@ -481,7 +481,7 @@ def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
-"""The object behind the functions below, by the run's storage: each run of a worker process has its own."""
+"""The object that implements the functions below, by the run's storage: each run of a worker process has its own."""
 
 
 def _current() -> RayTrainCheckpoints:

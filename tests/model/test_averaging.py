@@ -197,7 +197,7 @@ def test_live_engine_continues_from_the_mean_with_the_newest_optimizer(tmp_path:
             [source(n) for n in names], out, to="zero", weights=[1, 2, 5], stage=stage, world_size=ranks, prove=True
         )
         assert report.optimizer == ckpttool.inspect(source(names[2])).location
-        assert f"optimizer, step and scheduler are those of {report.optimizer}" in report.notes
+        assert f"optimizer, step and scheduler are copied from {report.optimizer}" in report.notes
         loads.append(Load(str(stage), str(out), stage, ranks))
     means = _expected(names, [1, 2, 5], torch.float32)
     newest = truth(names[-1])

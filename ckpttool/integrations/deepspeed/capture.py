@@ -79,7 +79,7 @@ class CapturedFiles:
             ]
             if mismatched or len(file.pickled) > MAX_PICKLE_BYTES:
                 problem = (
-                    f"storage {mismatched[0]} has a size other than that of its tensors"
+                    f"storage {mismatched[0]} has another size than its tensors"
                     if mismatched
                     else "its pickle is too large"
                 )
@@ -188,7 +188,7 @@ def _checkpoint_engine_replaced(engine: Any, replacement: Any) -> Iterator[None]
 def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
     """Restore the persistent parameters of a ZeRO-3 engine after a save, instead of gathering each again.
 
-    A save frees all gathered parameters, and then gathers each parameter that stays gathered between steps (biases,
+    A save frees all gathered parameters, and then gathers each parameter that is kept gathered between steps (biases,
     norms) by its own collective: the train loop waits for all. A save changes no parameter.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``checkpoint_event_epilogue``) and partition_parameters.py

@@ -360,9 +360,9 @@ def warn_of(checkpoint: Checkpoint, notes: Sequence[str]) -> None:
 def micro_batches(engine: Any) -> int:
     """Return the number of micro batches accumulated since the last step; 1 if there are some, but nothing counts them.
 
-    Accelerate and the Trainer tell the engine before each micro batch whether a step follows, and call ``step`` only
+    Accelerate and the Trainer notify the engine before each micro batch whether a step follows, and call ``step`` only
     then, so that ``micro_steps`` counts steps. Where the caller accumulates (``managed_gradient_accumulation``), the
-    engine knows nothing of it.
+    engine is not informed.
     """
     boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
     if boundary is not None:

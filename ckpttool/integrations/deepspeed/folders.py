@@ -117,7 +117,7 @@ class Folders:
         return self._met
 
     def source(self, folder: str) -> Storage:
-        """Return the storage to read a folder from, which may be another than that of the root."""
+        """Return the storage to read a folder from, which may differ from the root's."""
         same = scheme_of(folder) == scheme_of(self.root)
         storage = self.storage if same else open_storage(folder, self._storage_options)
         return confined(storage, folder, self._storage_options)
@@ -137,7 +137,7 @@ class Folders:
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
     ) -> None:
-        """Save the engine's state and this rank's files, on every rank at the same step; replaces what is there.
+        """Save the engine's state and this rank's files, on every rank at the same step; replaces an existing save.
 
         Args:
             engine: As for ``CheckpointManager.save``.
@@ -195,7 +195,7 @@ class Folders:
     def on_first_rank(self, decide: Callable[[], Any], call: Any = None) -> Any:
         """Run a function on the first rank; return its JSON result, or raise its error, on all ranks.
 
-        ``call`` is that of ``Ranks.agree``.
+        ``call`` is as in ``Ranks.agree``.
         """
         # The first rank waits for the others: it may be the end of its process, which may hold their store.
         return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
@@ -259,7 +259,7 @@ class Folders:
         return report
 
     def begin(self, engine: Any, folder: str) -> tuple[str, int]:
-        """Find the previous commit of the run, and remove what must not lie beside a new save; on every rank.
+        """Find the previous commit of the run, and remove files that must not be beside a new save; on every rank.
 
         Returns:
             Attempt and number of the previous commit, for ``save``.
@@ -292,7 +292,7 @@ class FoldersByStorage:
         self._made: dict[str, Folders] = {}
 
     def at(self, folder: str) -> Folders:
-        """Return the saves for the storage of a folder: in the directory of a run of Ray Train, those of the run."""
+        """Return the saves for the storage of a folder: in the directory of a run of Ray Train, the run's saves."""
         run = current_run()
         in_run = run is not None and folder.startswith(f"{run.root}/")
         key = "run" if in_run else scheme_of(folder)
@@ -356,7 +356,7 @@ def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
     """Check that folders without a whole checkpoint hold no other kind of checkpoint, which a new run would replace.
 
     Raises:
-        LayoutError: One holds weights, or a directory that is no unfinished save.
+        LayoutError: A folder contains weights, or a directory that is not an unfinished save.
     """
     for folder in folders:
         for entry in storage.listing(folder):
@@ -364,7 +364,7 @@ def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
             unfinished = entry.is_dir and (not storage.listing(path) or is_unfinished(storage, path))
             if is_weights(entry.name) if not entry.is_dir else not unfinished:
                 problem = f"holds {entry.name}, but no checkpoint that can be resumed from"
-                raise LayoutError(folder, problem, "move the folder, or choose another output_dir to begin anew")
+                raise LayoutError(folder, problem, "move the folder, or choose another output_dir")
 
 
 def _hint_for_frameworks(hint: str) -> str:

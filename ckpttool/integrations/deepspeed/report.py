@@ -86,7 +86,7 @@ class LoadReport:
         world_size: int | None = None,
         shared: Collection[str] = (),
     ) -> dict[str, Any] | None:
-        """Return the random number state with which this rank goes on; pass it to ``ckpttool.set_rng_state``.
+        """Return the random number state with which this rank continues; pass it to ``ckpttool.set_rng_state``.
 
         If the same ranks saved, it is the saved one. Otherwise ``ckpttool.derive_rng_state`` derives it from the states
         of all ranks.
@@ -154,7 +154,7 @@ def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:
     if not is_rng_state(part):
         where = "rank_state itself" if key is None else f"{brief(key)} of rank_state"
         hint = 'save with rank_state={"rng": ckpttool.rng_state()}, or pass the key that it has there'
-        raise ArgumentError("key", f"names {where}, which is no state of ckpttool.rng_state", hint)
+        raise ArgumentError("key", f"names {where}, which is not a state of ckpttool.rng_state", hint)
     found: dict[str, Any] = part
     return found
 

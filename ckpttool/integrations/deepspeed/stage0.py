@@ -156,7 +156,7 @@ def fit_whole(
         n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
     ]
     if unknown or len(groups) != sum(map(len, names)) or len(names) != len(checkpoint.groups):
-        problem = "has a manifest whose parameter names differ from those of its files"
+        problem = "has a manifest whose parameter names differ from its files"
         raise PlanError(checkpoint.location, problem, "restore it from a copy, or use another tag")
     parameters = []
     for p in checkpoint.parameters:
@@ -278,7 +278,7 @@ def reordered(
     """Reorder the saved optimizer state to the engine's groups; no copy if the order is the same.
 
     Raises:
-        PlanError: Sizes differ from those of the named parameters.
+        PlanError: Sizes differ from the named parameters'.
     """
     module, saved = model_states["module"], dict(model_states["optimizer"])
     base = saved["optimizer_state_dict"] if live.wrapper else saved
