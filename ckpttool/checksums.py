@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
     @property
     def crc_recorded(self) -> bool:
-        """Whether a checksum was recorded (torch leaves 0 when told not to compute it)."""
+        """Whether a checksum was recorded (torch writes 0 if configured not to compute it)."""
         return self.crc32 != 0 or self.where.nbytes == 0
 
 

@@ -226,7 +226,7 @@ def layout(
     Returns:
         "states", "dtypes", "layers": names in the order of their indices; "widths": bytes of an element by dtype;
         "tensors": columns "name", "shape", "numel", "kind" ("trained", "frozen" or "buffer"), "expert", "tied",
-        "group" (-2 if none), "layer", "count" (tensors that it stands for); "rows": columns ``COLUMNS``; "extents":
+        "group" (-2 if none), "layer", "count" (tensors that it represents); "rows": columns ``COLUMNS``; "extents":
         extents of the checkpoint; "files"; "lanes": ranks with the indices of their files; "usage": bytes of each file
         by ``CATEGORIES``; "folded": whether tensors were folded; "joined": whether files were, so that offsets are
         positions in all files of one kind and rank.

@@ -81,7 +81,7 @@ class _Request:
         if self.schedule is not None:
             check_choice("schedule", self.schedule, tuple(DECAYS))
         if self.ema is not None and not 0 < self.ema < 1:
-            raise ArgumentError("ema", f"is {brief(self.ema)}, not between 0 and 1", "choose 0.9, say")
+            raise ArgumentError("ema", f"is {brief(self.ema)}, not between 0 and 1", "choose 0.9, for example")
         if self.weights is not None:
             _check_weights(self.weights, count)
 

@@ -494,7 +494,7 @@ def _consolidate(
 def _open(
     src: Source, run: Run, merge: _Merge, options: Options
 ) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
-    """Open the source, and merge its adapters if asked for; also return the sidecar files and notes of a merge."""
+    """Open the source, and merge its adapters if requested; also return the sidecar files and notes of a merge."""
     (checkpoint,) = run.open([src])
     if not merge.merge_lora:
         return checkpoint, None, ()

@@ -220,4 +220,4 @@ def _check_byte_order(reader: RangeReader, record: Record | None) -> None:
     if order == b"big":
         raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
     if order != b"little":
-        raise ContainerError(reader.path, "does not say its byte order", _HINT)
+        raise ContainerError(reader.path, "does not record its byte order", _HINT)

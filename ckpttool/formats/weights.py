@@ -115,7 +115,7 @@ def _check_parts(src: str, names: list[str]) -> None:
 
 
 def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
-    """Refuse the file of one rank: its tensors are parts, and no file says how many ranks there were.
+    """Refuse the file of one rank: its tensors are parts, and no file records the number of ranks.
 
     The same writer notes offsets in files of whole tensors, too: they are zero there.
     """

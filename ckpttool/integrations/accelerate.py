@@ -120,7 +120,7 @@ class AcceleratorSaves:
         """Return the directory of the folders that Accelerate names.
 
         Raises:
-            ArgumentError: Accelerate names none.
+            ArgumentError: Accelerate does not name any.
         """
         accelerator = self._accelerator
         if not accelerator.project_configuration.automatic_checkpoint_naming:

@@ -84,7 +84,7 @@ def check_trainer() -> None:
     """Check that this release of transformers has the methods that ckpttool works with.
 
     Raises:
-        PlanError: It has not.
+        PlanError: A method is missing, or has other parameters.
     """
     release = f"transformers {transformers.__version__}"
     check_signatures(transformers.Trainer, PARAMETERS, release=release, known=KNOWN)
@@ -214,7 +214,7 @@ def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool])
     Args:
         directory: The Trainer's files of the checkpoint to resume from, in a scratch directory.
         arguments: The Trainer's arguments.
-        is_whole: Tells whether the run has a checkpoint, by the name of its folder.
+        is_whole: Returns whether the run has a checkpoint, by the name of its folder.
 
     Returns:
         Name of the folder of the best checkpoint; "" if there is none.
@@ -236,7 +236,7 @@ def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool])
 
 @contextlib.contextmanager
 def without_removal(trainer: Any) -> Iterator[None]:
-    """Context manager: let the Trainer remove no checkpoint at its end: it knows neither pins nor other directories.
+    """Context manager: let the Trainer remove no checkpoint at its end: it ignores pins and other directories.
 
     With ``save_total_limit=1`` it removes all but the best one.
     """
@@ -506,7 +506,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = "cannot save the trials of a hyper-parameter search"
             raise PlanError("CkptCallback", problem, "remove it from the Trainer for the search")
         if trainer.args.save_only_model:
-            problem = "cannot save weights alone: save_only_model is on"
+            problem = "cannot save only weights: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
         if is_url(trainer.args.output_dir):
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"

@@ -129,7 +129,7 @@ class CkptSaves:
         """
         strategy: Any = self
         if strategy.load_full_weights and strategy.zero_stage_3:
-            options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 has none
+            options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 does not have it
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)  # type: ignore[misc]
             return loaded
         folder = absolute_path(os.fspath(checkpoint_path))
@@ -157,7 +157,7 @@ class CkptSaves:
         """Restore the random number generators again before the first batch of a run that was saved within an epoch.
 
         The iterator of the data loader, which is made in between, draws from them once an epoch: a run that was saved
-        at the end of an epoch takes that number from the restored generators, as a run that did not stop.
+        at the end of an epoch takes that number from the restored generators, as in an uninterrupted run.
         """
         report, self._rng_of = self._rng_of, None
         if report is not None and batch_idx:
@@ -197,12 +197,12 @@ def newest_checkpoint(
     for folder in (one.path for one in scan(storage, root, depth=1) if not one.hidden):
         commit = next((one for one in candidates(storage, folder) if one.committed), None)
         if commit is None:
-            LOG.warning("%s was not committed and is passed over", folder)
+            LOG.warning("%s was not committed and is skipped", folder)
             continue
         try:
             manifest = read_manifest(storage, commit.path)
         except CkptError as error:
-            LOG.warning("%s is passed over: %s", folder, error)
+            LOG.warning("%s is skipped: %s", folder, error)
             continue
         found.append((manifest.step, manifest.number, folder))
     return max(found)[2] if found else None
@@ -224,7 +224,7 @@ def check_strategy() -> None:
     """Check that this release of Lightning has the methods that ``CkptSaves`` overrides.
 
     Raises:
-        PlanError: It has not.
+        PlanError: A method is missing, or has other parameters.
     """
     release = f"lightning {lightning.__version__}"
     check_signatures(DeepSpeedStrategy, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)

@@ -98,7 +98,7 @@ def adapters_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the LoRA adapters in a checkpoint; "" in a file of a single adapter, which has no name.
 
     Raises:
-        PlanError: It has none, or some of layers that are not linear.
+        PlanError: It has no adapters, or adapters of layers that are not linear.
     """
     found = _parts(checkpoint, _states(checkpoint)).adapters
     if not found:
@@ -329,7 +329,7 @@ def _named(tensors: Mapping[str, State], aliases: Mapping[str, str], name: str, 
     """Return the name that a tensor is stored under.
 
     Raises:
-        PlanError: There is none.
+        PlanError: The base model lacks it.
     """
     stored = aliases.get(name, name)
     if stored not in tensors:

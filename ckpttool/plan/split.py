@@ -35,7 +35,7 @@ def elements_in(target: int, numel: int, width: int, start: int, end: int) -> tu
 
 
 class SortedRows:
-    """The copy rows of one target file, sorted by target byte. Rows do not overlap, and none is empty.
+    """The copy rows of one target file, sorted by target byte. Rows do not overlap, and are not empty.
 
     Args:
         casts: (source dtype, target dtype) pairs of the plan.

@@ -374,7 +374,7 @@ class Writer(Protocol):
         raise StorageError(self.path, "can be written by only one process", "write it to S3, or to local disk")
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Record what ``PartWriter.write`` returned for a part.
+        """Record the result of ``PartWriter.write`` for a part.
 
         Raises:
             StorageError: The storage rejects the part.

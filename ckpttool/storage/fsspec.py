@@ -673,7 +673,7 @@ class RemoteStorage(Described):
         return {}
 
     def abort_uploads(self, path: str, names: Iterable[str]) -> None:
-        """Abort the uploads of these files that killed runs left below a path; most storages do so themselves."""
+        """Abort the uploads of these files that killed runs left below a path; most storages do so on their own."""
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored.

@@ -344,7 +344,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 def answer_of(error: BaseException) -> tuple[int, str]:
-    """Return HTTP status and error code of the answer behind an error; 0 and "" without an answer."""
+    """Return HTTP status and error code of the answer that caused an error; 0 and "" without an answer."""
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))

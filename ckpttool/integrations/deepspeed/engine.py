@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's optimizer wrappers that partition states."""
 OFFLOAD = "DeepSpeedZeRoOffload"
-"""DeepSpeed's class in place of an optimizer, in a ZeRO-3 engine without one: it partitions weights alone."""
+"""DeepSpeed's class in place of an optimizer, in a ZeRO-3 engine without one: it partitions only weights."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """DeepSpeed's optimizer wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (

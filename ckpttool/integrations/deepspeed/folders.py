@@ -60,10 +60,10 @@ FILES = "files"
 """Key of the framework's files in a rank state: ``torch.uint8`` tensors by path relative to the folder."""
 
 _POSSIBLE = (
-    (r"(pass|load it with) weights_only=True", "begin a new run from its weights, which ckpttool.consolidate writes"),
+    (r"(pass|load it with) weights_only=True", "start a new run from its weights, which ckpttool.consolidate writes"),
     (r"pass strict=False, and they.*", "build the model of the saved run"),
 )
-"""Patterns in hints for ``ckpttool.load``, and what to do instead where a framework loads."""
+"""Patterns in hints of ``ckpttool.load``, and the hints in their place where a framework loads."""
 
 
 class Folders:
@@ -331,7 +331,7 @@ def was_within_epoch(report: LoadReport) -> bool:
 def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
     """Return the directories of the checkpoints in some folders, best first; warn of a folder that has none.
 
-    Thin checkpoints come after all others: a run cannot go on from one, only take its weights.
+    Thin checkpoints come after all others: a run cannot resume from one, only load its weights.
 
     Raises:
         StorageError: A folder cannot be read.
@@ -340,7 +340,7 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
     for folder in folders:
         found += (inside := candidates(storage, folder))
         if not inside:
-            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
+            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is skipped"))
     return [one.path for one in sorted(found, key=lambda one: one.thin)]
 
 

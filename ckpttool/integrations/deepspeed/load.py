@@ -172,7 +172,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         live = inspect_engine(engine)
         prepared = prepare(live, checkpoint, options)
         own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
-    except BaseException as problem:  # raised again below, when all ranks know
+    except BaseException as problem:  # raised again below, after all ranks have the error
         error = problem
     agree(error)
     if error is not None or live is None or prepared is None:

@@ -289,7 +289,7 @@ def _check_experts(live: LiveEngine, checkpoint: Checkpoint) -> None:
     """Check that the layers of the engine's model have as many experts as in the checkpoint.
 
     Raises:
-        PlanError: They have not.
+        PlanError: The numbers differ.
     """
     layers = TargetExperts(checkpoint, live.topology.data_parallel, parallel=1).layers
     modules = (

@@ -192,7 +192,7 @@ class CheckpointManager:
         """Save the engine's state, on every rank at the same step.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
                 between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
                 the first rank's counts.
@@ -359,7 +359,7 @@ class CheckpointManager:
         all bytes read are compared with the checksums before the engine changes.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             tag: Load only this checkpoint.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
@@ -373,7 +373,7 @@ class CheckpointManager:
             The client state of the checkpoint; None without a checkpoint. ``restored`` has the report.
 
         Raises:
-            CkptError: There are checkpoints, but none can be restored; the same on every rank.
+            CkptError: There are checkpoints, but no restore succeeded; the same on every rank.
         """
         options = LoadOptions(
             strict=strict,
@@ -621,7 +621,7 @@ def checked_tag(given: Any) -> str:
     """Return a tag that can name a directory.
 
     Raises:
-        ArgumentError: It cannot be one.
+        ArgumentError: It cannot name a directory.
     """
     tag = str(given)
     if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):

@@ -134,7 +134,7 @@ class LoadReport:
         held += [f"client state ({', '.join(map(str, self.client_state))})"] * bool(self.client_state)
         if self.rank_states:
             held.append(f"rank states of {len(self.rank_states)} ranks" if self.rank_state is None else "rank state")
-        lines.append(f"with it: {', '.join(held) or 'nothing but weights'}")
+        lines.append(f"with it: {', '.join(held) or 'only weights'}")
         lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
         lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -144,7 +144,7 @@ def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:
     """Return the random number state in a rank state.
 
     Raises:
-        ArgumentError: It is not there.
+        ArgumentError: The rank state does not contain it.
     """
     from ckpttool.integrations.torch.rng import is_rng_state
 

@@ -115,7 +115,7 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
 
 
 def _unsaved_optimizer(live: LiveEngine) -> str:
-    """Return which optimizer within the engine's has states that no checkpoint will hold; "" if there is none."""
+    """Return which optimizer within the engine's has states that no checkpoint would contain; "" if there is none."""
     inner = live.optimizer.optimizer if live.wrapper and has_optimizer(live.optimizer) else live.optimizer
     if getattr(type(inner), "state_dict", None) is not torch.optim.Optimizer.state_dict:
         return ""  # there is none, or its state dict is its own
@@ -125,7 +125,7 @@ def _unsaved_optimizer(live: LiveEngine) -> str:
             if isinstance(one, torch.optim.Optimizer) and any(id(v) not in kept for v in one.state.values() if v):
                 return (
                     f"the states of {name} ({type(one).__name__}) are not in the state_dict() of the engine's "
-                    f"{type(inner).__name__}: a restore will not bring them back"
+                    f"{type(inner).__name__}: a restore would not restore them"
                 )
     return ""
 

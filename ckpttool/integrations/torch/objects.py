@@ -47,7 +47,7 @@ def as_torch(values: NDArray[Any]) -> Any:
     return raw.view(getattr(torch, name)).reshape(values.shape)
 
 
-ALLOW = 'if you trust whoever wrote it, allow its class: allow=["{}"]'
+ALLOW = 'if you trust its author, allow its class: allow=["{}"]'
 
 STATED = {
     "argparse.Namespace",

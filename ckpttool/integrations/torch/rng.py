@@ -66,7 +66,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set the random number generators of this rank to a state of ``rng_state`` or ``derive_rng_state``.
 
     Call it as the last step before the train loop continues: a constructor of a model draws numbers, too. A generator
-    that the state or this process lacks (CUDA, DeepSpeed's tracker) is left as it is.
+    that the state or this process lacks (CUDA, DeepSpeed's tracker) is not changed.
 
     Args:
         state: The state. Devices of CUDA are set by number; with another number of visible devices, the current device

@@ -93,7 +93,7 @@ class _Position:
     samples: int = 0
     """Samples of the epoch that all ranks together have taken."""
     carried: int = 0
-    """Samples of the epoch before that come first in this one."""
+    """Samples of the previous epoch that come first in this one."""
 
 
 class ResumableSampler:
@@ -200,7 +200,7 @@ class ResumableSampler:
     def advance(self, batches: int = 1) -> None:
         """Count batches that the train loop has taken, on every rank.
 
-        Behind the last batch of an epoch, the position is the beginning of the next one.
+        After the last batch of an epoch, the position is the beginning of the next one.
         """
         for _ in range(batches):
             step = self._step(self._position)
@@ -228,14 +228,14 @@ class ResumableSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, on any number of ranks and with any batch size.
+        """Continue from a position, on any number of ranks and with any batch size.
 
         Raises:
             ArgumentError: The state is not one of ``state_dict``, or of other data or another order.
         """
         missing = [name for name in ("sampler_format", "epoch", "position", "carried") if name not in state]
         if missing:
-            raise ArgumentError("state", f"lacks {missing[0]}", "pass what state_dict returned")
+            raise ArgumentError("state", f"lacks {missing[0]}", "pass the result of state_dict")
         if state["sampler_format"] > FORMAT:
             raise ArgumentError("state", "was written by a later release of ckpttool", "upgrade ckpttool")
         for name in ("length", "seed", "shuffle"):
@@ -346,7 +346,7 @@ class ResumableLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; see ``ResumableSampler.load_state_dict``."""
+        """Continue from a position; see ``ResumableSampler.load_state_dict``."""
         self.sampler.load_state_dict(state)
 
     def _seed(self) -> int:
@@ -431,7 +431,7 @@ class CurriculumPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
-        """Go on from a position, on every rank.
+        """Continue from a position, on every rank.
 
         Args:
             state: The position, as saved by the first rank.
