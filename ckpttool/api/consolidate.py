@@ -145,7 +145,7 @@ def check_embedding(
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         modules: ``modules_to_save`` of the adapters.
         config: ``config.json`` of the model.
 
@@ -223,7 +223,7 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         adapter: Names of the adapters to merge, in this order; none for the only one.
 
     Raises:
@@ -397,7 +397,7 @@ def consolidate(  # noqa: PLR0913  public API
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
         optimizer: Also write the optimizer's states, for "safetensors": ``optimizer.safetensors``, from which
             ``convert`` makes a checkpoint to resume from. Weights in fp32 are the master weights; beside others it
-            holds these as well.
+            contains these as well.
         merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
             output has the base model's names.
         base: The base model, as for ``src``; default: the frozen weights in the checkpoint.

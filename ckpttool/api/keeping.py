@@ -44,7 +44,7 @@ def ls(
         open_budget: As for ``inspect``.
 
     Raises:
-        CkptError: The directory cannot be read, or holds no checkpoint.
+        CkptError: The directory cannot be read, or contains no checkpoint.
     """
     from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog

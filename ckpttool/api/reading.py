@@ -40,7 +40,7 @@ def inspect(
     Args:
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each holds the files of some ranks (node-local storage).
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
         tag: Which checkpoint of a root; default: the one that ``latest`` names.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own

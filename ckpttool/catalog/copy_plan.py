@@ -96,7 +96,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """Plan a copy of every file in the checkpoint's directories, also of files in unknown formats.
 
     Raises:
-        LayoutError: Two directories hold different files of the same name.
+        LayoutError: Two directories contain different files of the same name.
         StorageError: The key of an object is not a valid path of a file.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}

@@ -72,7 +72,7 @@ MAX_NAME = 1000
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
-"""Start of the problem of a directory that holds checkpoints but is not one itself."""
+"""Start of the problem of a directory that contains checkpoints but is not one itself."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
@@ -122,8 +122,8 @@ class CatalogEntry:
     """The pin that keeps it from being removed or thinned."""
     torn: str | None = None
     """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
-    "incomplete, beside weights": one of the two, but the directory also holds weight files, which may be whole. None if
-    the checkpoint is whole, or cannot be read for another reason."""
+    "incomplete, beside weights": one of the two, but the directory also contains weight files, which may be whole. None
+    if the checkpoint is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
     state: str = ""
@@ -135,7 +135,7 @@ class CatalogEntry:
 
     @property
     def is_root(self) -> bool:
-        """Whether the directory holds checkpoints, but is not one itself."""
+        """Whether the directory contains checkpoints, but is not one itself."""
         return (self.problem or "").startswith(OWN_ROOT)
 
     @property
@@ -178,7 +178,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     Raises:
         ArgumentError: The path is empty.
         StorageError: The directory cannot be read.
-        LayoutError: The directory holds no checkpoint, or another process writes it.
+        LayoutError: The directory contains no checkpoint, or another process writes it.
     """
     checked_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
@@ -487,12 +487,12 @@ def _unread(found: Found, problem: str, *, link: str | None = None, latest: bool
 
 
 def _holds_one(name: str) -> bool:
-    """Return whether trainers give such names to a directory that holds the DeepSpeed checkpoint as a tag."""
+    """Return whether trainers give such names to a directory that contains the DeepSpeed checkpoint as a tag."""
     return step_of_folder(name) is not None or name.endswith(".ckpt") or is_checkpoint_name(name)
 
 
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
-    """Return an error for a directory that holds checkpoints but is not one; trainers' directories are accepted."""
+    """Return an error for a directory that contains checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
     if has_files_of_tag(entries):
         return []
@@ -573,7 +573,7 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
 
 
 def directory_name(step: int, token: str) -> str:
-    """Return the name of a save's directory; it is unique, so that the directory holds no old files.
+    """Return the name of a save's directory; it is unique, so that the directory contains no old files.
 
     Args:
         step: Steps of the engine.
@@ -583,7 +583,7 @@ def directory_name(step: int, token: str) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Return whether Ray Train or ckpttool chooses such names for directories that hold a checkpoint as a tag."""
+    """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
     return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
 
 

@@ -164,7 +164,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
     """Return the checkpoints to try, best first.
 
     Raises:
-        CkptError: The root cannot be read, or holds no checkpoint of that tag.
+        CkptError: The root cannot be read, or contains no checkpoint of that tag.
     """
     storage.refresh([])
     if storage.exists(root) and not storage.is_dir(root):

@@ -48,7 +48,7 @@ class _Piece:
 
 
 def print_map(checkpoint: Checkpoint) -> None:
-    """Draw which layers each rank holds, by state; states with one layout are drawn once."""
+    """Draw which layers each rank stores, by state; states with one layout are drawn once."""
     told = layout(checkpoint)
     print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
     colored, width = is_colored(), terminal_width() or PLAIN_WIDTH
@@ -88,7 +88,7 @@ def _state_title(told: dict[str, Any], number: int, state: str) -> str:
 
 
 def _held(told: dict[str, Any], state: int) -> tuple[list[tuple[str, list[_Piece]]], int]:
-    """Return the label and the extents of ranks that hold a state, and the number of all such ranks."""
+    """Return the label and the extents of ranks that have a state, and the number of all such ranks."""
     rows, layer = told["rows"], told["tensors"]["layer"]
     mine = [i for i, held in enumerate(rows["state"]) if held == state]
     reached = {rows["file"][i] + k * rows["file_step"][i] for i in mine for k in range(rows["count"][i])}

@@ -104,7 +104,7 @@ def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickle
 
 
 MAX_PICKLE_BYTES = 1 << 27
-"""Largest pickle: it holds no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
+"""Largest pickle: it contains no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
 
 _HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 

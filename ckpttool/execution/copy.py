@@ -313,7 +313,7 @@ class PartAssembler:
         return part, self.fill(start, part)
 
     def _fetched_whole(self, start: int, end: int) -> memoryview | None:
-        """Return the bytes [start, end) as fetched, if one remote source holds them uncast in one range; else None."""
+        """Return the bytes [start, end) as fetched, if they are uncast in one range of a remote source; else None."""
         pieces = self._pieces(start, end) if self._sources.remote else []
         if len(pieces) != 1:
             return None

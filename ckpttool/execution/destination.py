@@ -217,7 +217,7 @@ class Destination:
                 output.check_apart(self._remote, self.out, directory)
 
     def holds_output(self, plan: CopyPlan, options: RunOptions) -> bool:
-        """Return whether OUT holds exactly the files of a plan; compares every byte with the sources.
+        """Return whether OUT contains exactly the files of a plan; compares every byte with the sources.
 
         If so, removes the marker of a run that was killed right after its commit.
 

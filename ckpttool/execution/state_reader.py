@@ -98,7 +98,7 @@ class StateReader:
     def runs(self, state: State, first: int, count: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield elements of a state in runs, in any order: (offset from ``first``, values).
 
-        Values are valid until the next run is requested. Unlike ``chunks`` this saves a copy where files hold runs.
+        Values are valid until the next run is requested. Unlike ``chunks`` this saves a copy where files contain runs.
 
         Args:
             state: The state to read.
@@ -180,7 +180,7 @@ class _StridedBlock:
 
 
 def _blocks(state: State, first: int, last: int) -> Iterator[_StridedBlock]:
-    """Yield the blocks of a state's own extents that hold elements of [first, last)."""
+    """Yield the blocks of a state's own extents that contain elements of [first, last)."""
     rows = state.extents
     if len(rows) == 1:  # of a contiguous tensor; numpy would take longer than reading
         return _blocks_of(rows[0], itemsize(state.dtype), first, last)

@@ -155,7 +155,7 @@ class VirtualFile(RangeFile):
         self._contents.fill(start, buffer)
 
     def at_hand(self, start: int, end: int) -> memoryview | None:
-        """Return the bytes [start, end) if a literal of the plan holds them: headers and pickles; else None."""
+        """Return the bytes [start, end) if a literal of the plan contains them: headers and pickles; else None."""
         return self._contents.literal(start, end)
 
 

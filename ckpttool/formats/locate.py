@@ -24,7 +24,7 @@ MAX_TAG = 1024
 MAX_RUNS = 20
 """Most subdirectories that an error looks into for checkpoints to name."""
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""Subdirectories of a Ray Train checkpoint that hold the checkpoint of a Trainer or of Lightning.
+"""Subdirectories of a Ray Train checkpoint that contain the checkpoint of a Trainer or of Lightning.
 
 Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
 
@@ -60,7 +60,7 @@ components/checkpoint.py; Megatron-LM, training/checkpointing.py (``get_checkpoi
 
 
 class NoCheckpointError(LayoutError):
-    """A directory holds no DeepSpeed checkpoint; it may have another format."""
+    """A directory contains no DeepSpeed checkpoint; it may have another format."""
 
 
 class Location(NamedTuple):

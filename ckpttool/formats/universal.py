@@ -220,7 +220,7 @@ def _located(
     """Return every parameter and buffer, with values from the states, the model states or a converted copy.
 
     Raises:
-        LayoutError: No file holds the values of a parameter in the model states.
+        LayoutError: No file contains the values of a parameter in the model states.
     """
     first = files[0].model[0]
     parameters: list[Parameter] = []

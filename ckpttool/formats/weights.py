@@ -46,7 +46,7 @@ FLAT = re.compile(r"_?flat_param(_\d+)?")
 
 Source: torch 2.13, distributed/fsdp/_flat_param.py (``FLAT_PARAM``)."""
 SHARDING = "DCP_SHARDING_INFO"
-"""The metadata of torch's safetensors that holds the offsets of each tensor of the file in the whole tensor.
+"""The metadata of torch's safetensors that contains the offsets of each tensor of the file in the whole tensor.
 
 Source: torch 2.13, distributed/checkpoint/_hf_utils.py."""
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -149,7 +149,7 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
         The layout; None without weights.
 
     Raises:
-        CkptError: A file is damaged, or two files hold the same tensor.
+        CkptError: A file is damaged, or two files contain the same tensor.
     """
     selection = find_weights(storage, location.directory)
     if selection is None:
@@ -164,7 +164,7 @@ def read_safetensors(storage: Storage, location: Location, names: Sequence[str])
     """Read the layout of some safetensors files in a directory, without tensor bytes.
 
     Raises:
-        CkptError: A file is missing or damaged, or two files hold the same tensor.
+        CkptError: A file is missing or damaged, or two files contain the same tensor.
     """
     return _read_files(storage, location, KINDS[0], names, None)
 

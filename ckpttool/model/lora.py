@@ -90,7 +90,7 @@ class _Parts:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters; "" where a file holds a single one, without its name."""
+        """Names of the adapters; "" where a file contains a single one, without its name."""
         return sorted({*self.layers, *self.saved})
 
 
@@ -124,7 +124,7 @@ def merge_lora(
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         configs: ``adapter_config.json`` of each adapter to merge, in the order of merging.
 
     Raises:

@@ -1,7 +1,7 @@
 """Claim the directory of a checkpoint for one attempt of a save, by means of the in-progress marker in it.
 
-The directory may be free; or hold the files of a save that died, which are removed; or hold a checkpoint to replace,
-which is renamed until the new one is committed.
+The directory may be free; or contain the files of a save that died, which are removed; or contain a checkpoint to
+replace, which is renamed until the new one is committed.
 """
 
 from __future__ import annotations

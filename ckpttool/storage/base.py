@@ -171,7 +171,7 @@ class StorageSpec:
 
     Args:
         opener: Function or class at the top of a module.
-        arguments: Positional arguments of the opener; may hold credentials.
+        arguments: Positional arguments of the opener; may contain credentials.
         remote: ``Storage.remote``.
     """
 
@@ -548,7 +548,7 @@ class Described:
             if spec is None:
                 opener, arguments = self.describe()
                 spec = StorageSpec(opener, arguments, self.remote)
-                # Weak, because the table below holds the storage for as long as the spec lives.
+                # Weak, because the table below keeps the storage for as long as the spec lives.
                 self._spec = weakref.ref(spec)
                 _OPEN[spec] = self
             return spec

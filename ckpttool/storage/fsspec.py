@@ -488,7 +488,7 @@ class RemoteStorage(Described):
             self.forget()
         directories = {posixpath.dirname(self.key(path)): posixpath.dirname(path) for path in paths}
         # A directory with others below it is listed as a tree. A few unrelated directories are listed one by one: the
-        # tree of their common parent may hold many other files.
+        # tree of their common parent may contain many other files.
         tops = _tops(directories)
         if len(tops) > FAR_APART and (shared := posixpath.commonpath(list(tops))).strip("/"):
             tops = {shared: True}

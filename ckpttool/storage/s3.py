@@ -90,7 +90,7 @@ class S3Storage(RemoteStorage):
     def look(self, key: str) -> list[dict[str, Any]]:
         """Return s3fs's infos of a directory's entries, or of the object at that key.
 
-        Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may hold very many objects.
+        Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may contain very many objects.
         """
         if "/" not in key:
             return super().look(key)

@@ -55,7 +55,7 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
         dtype: Type of the parameters: "bf16" or "fp32". Buffers keep theirs.
 
     Raises:
-        PlanError: The weights cannot be written, or are not the best that the source holds; or a file of the source
+        PlanError: The weights cannot be written, or are not the best that the source contains; or a file of the source
             has the name of one to write.
     """
     _check_masters(checkpoint)

@@ -245,8 +245,8 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: Consistency
         consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: The checkpoint holds no optimizer states, lacks the group of a parameter, or has a name that is not a
-            valid directory name.
+        PlanError: The checkpoint contains no optimizer states, lacks the group of a parameter, or has a name that is
+            not a valid directory name.
     """
     _check_tag(tag)
     groups = _check_groups(checkpoint)

@@ -89,7 +89,7 @@ def safetensors_files(
         first: Further metadata of the first file.
 
     Raises:
-        PlanError: A tensor has a name that the format cannot hold, or the header of a file is too large.
+        PlanError: A tensor has a name that the format cannot store, or the header of a file is too large.
     """
     check_names(checkpoint.location, [*(w.name for w in selection.weights), *selection.aliases])
     taken = {"format", *metadata, *first} & set(selection.aliases)
@@ -111,7 +111,7 @@ def safetensors_files(
 
 
 def check_names(location: str, names: Iterable[str]) -> None:
-    """Refuse names that the format cannot hold.
+    """Refuse names that the format cannot store.
 
     Args:
         location: The source, for errors.

@@ -161,7 +161,7 @@ def index_file(
         names: Names of the shards.
         shards: Their tensors.
         selection: The tensors to write.
-        aliases: Whether the files hold tied names too.
+        aliases: Whether the files contain tied names too.
     """
     where = {w.name: file for file, shard in zip(names, shards, strict=True) for w in shard}
     if aliases:

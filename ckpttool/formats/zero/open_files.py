@@ -133,7 +133,7 @@ def model_names(stage: int, ranks: int, model_rank: int) -> list[str]:
 
 
 def shards_within(file: RankFile, ranks: int, size: int) -> bool:
-    """Return whether MiCS was on: the model is partitioned over some of the ranks, and the other ranks hold replicas.
+    """Return whether MiCS was on: the model is partitioned over some of the ranks, and the other ranks store replicas.
 
     Source: DeepSpeed 0.9 to 0.19.7, runtime/zero/mics.py (``mics_shard_size``).
     """
@@ -493,7 +493,7 @@ class Opener:
         path = self.path(name)
         try:
             with_numbers, begun = self._ahead.pop(name, (False, None))
-            if begun is None or (numbers and not with_numbers):  # at stage 0 model files hold numbers too
+            if begun is None or (numbers and not with_numbers):  # at stage 0 model files contain numbers too
                 torch, version, values = self._load(path, numbers)
             else:
                 torch, version, values = begun.result()
@@ -721,7 +721,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
 
 
 def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> ZeroFiles:
-    """Read the files of stage 0: one file holds model and optimizer, except for the experts of a mixture.
+    """Read the files of stage 0: one file contains model and optimizer, except for the experts of a mixture.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
     """

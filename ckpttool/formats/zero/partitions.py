@@ -124,7 +124,7 @@ class BufferSlice(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Ranks whose partition holds some of the elements."""
+        """Ranks whose partition contains some of the elements."""
         if not self.numel:
             return range(0)
         return range(self.offset // self.partition, (self.offset + self.numel - 1) // self.partition + 1)
@@ -430,7 +430,7 @@ def read_flat_buffer(
 
 
 def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
-    """Return a scalar that every rank holds as a tensor of shape (1,); None for other states, or if ranks differ.
+    """Return a scalar that every rank stores as a tensor of shape (1,); None for other states, or if ranks differ.
 
     Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
     """

@@ -286,7 +286,7 @@ def _lost(
 def _check_values_are_there(
     files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
 ) -> None:
-    """Check that the ranks hold values of every parameter: at stage 3 the module has only placeholders."""
+    """Check that the ranks store values of every parameter: at stage 3 the module has only placeholders."""
     for name in names:
         if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
             raise LayoutError(
@@ -650,7 +650,7 @@ def _data_remarks(first: RankFile) -> list[str]:
 
 
 def _is_weights_alone(whole: ModelPart) -> bool:
-    """Return whether the files hold neither optimizer states nor hyper-parameters, as conversions of weights write."""
+    """Return whether the files lack optimizer states and hyper-parameters, as conversions of weights do."""
     if any(group.hyperparameters for group in whole.groups):
         return False
     return not any(parameter.optimizer_states for parameter in whole.parameters.values())

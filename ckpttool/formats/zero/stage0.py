@@ -130,7 +130,7 @@ def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
 
 
 def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> None:
-    """Check that each expert-parallel rank holds an equal share of the experts: the last ranks may be missing."""
+    """Check that each expert-parallel rank stores an equal share of the experts: the last ranks may be missing."""
     held = _expert_parameters(files.expert_optimizer[0])
     ranks = len(files.expert_optimizer)
     if held and len(experts) % held == 0 and len(experts) // held > ranks:

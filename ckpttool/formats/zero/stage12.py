@@ -211,7 +211,7 @@ def _locate_whole(
     Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
 
     Returns:
-        The copies of each parameter's state, one for each rank that holds it; None if the state has another form.
+        The copies of each parameter's state, one for each rank that has it; None if the state has another form.
     """
     touching: list[list[str]] = [[] for _ in values]
     for name, fragment in fragments.items():

@@ -242,7 +242,7 @@ def known_engine(engine: Any) -> LiveEngine:
 
 
 def groups_without_zero(engine: Any) -> list[list[str]]:
-    """Return the parameter names of each optimizer group, in order, if no file will hold them; else an empty list."""
+    """Return the parameter names of each optimizer group, in order, if no file records them; else an empty list."""
     if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
         return []
     live = known_engine(engine)

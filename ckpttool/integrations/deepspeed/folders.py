@@ -197,7 +197,7 @@ class Folders:
 
         ``call`` is as in ``Ranks.agree``.
         """
-        # The first rank waits for the others: it may be the end of its process, which may hold their store.
+        # The first rank waits for the others: its process may end then, and may run their store.
         return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
     def open(self, path: str) -> Checkpoint:
@@ -307,7 +307,7 @@ class FoldersByStorage:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file beside DeepSpeed's directory holds weights, by its name."""
+    """Return whether a file beside DeepSpeed's directory contains weights, by its name."""
     return _matches(name, WEIGHTS)
 
 
@@ -345,7 +345,7 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
 
 
 def why_not(storage: Storage, folder: str) -> str:
-    """Return why a folder holds no checkpoint, as the rest of a sentence."""
+    """Return why a folder contains no checkpoint, as the rest of a sentence."""
     for entry in storage.listing(folder) if storage.is_dir(folder) else []:
         if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
             return f"was not committed: the save of {entry.name} did not finish"
@@ -353,7 +353,7 @@ def why_not(storage: Storage, folder: str) -> str:
 
 
 def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
-    """Check that folders without a whole checkpoint hold no other kind of checkpoint, which a new run would replace.
+    """Check that folders without a whole checkpoint contain no other kind of checkpoint, which a new run would replace.
 
     Raises:
         LayoutError: A folder contains weights, or a directory that is not an unfinished save.

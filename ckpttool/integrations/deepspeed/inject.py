@@ -385,14 +385,14 @@ def _broadcast_replicas(live: LiveEngine, replicas: Replicas | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor that holds a value, or a rank's partition of it."""
+    """A tensor that contains a value, or a rank's partition of it."""
 
     tensor: torch.Tensor
     start: int = 0
-    """First element of the value that the tensor holds, flattened."""
+    """First element of the value in the tensor, flattened."""
 
     def copy(self, first: int, values: torch.Tensor) -> None:
-        """Copy the elements of the value from ``first`` on, as far as the tensor holds them, cast to its dtype."""
+        """Copy the elements of the value from ``first`` on, as far as the tensor contains them, cast to its dtype."""
         low, high = max(first, self.start), min(first + values.numel(), self.start + self.tensor.numel())
         if low >= high:
             return

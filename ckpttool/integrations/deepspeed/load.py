@@ -198,7 +198,7 @@ def _inject(
     """Load the prepared state into the engine; return the client state as DeepSpeed returns it.
 
     Raises:
-        PlanError: DeepSpeed raised an error; the engine holds a part of the state.
+        PlanError: DeepSpeed raised an error; the engine has a part of the state.
     """
     from ckpttool.integrations.deepspeed import inject
 

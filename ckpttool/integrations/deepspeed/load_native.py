@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.match import Fitted
 
 EXPERT_LAYERS = {"MoE", "AutoEPMoELayer"}
-"""DeepSpeed's modules that hold experts."""
+"""DeepSpeed's modules that contain experts."""
 
 
 def read_native(
@@ -70,7 +70,7 @@ def read_native(
         if (base := base_state(content)) is not None:
             check_form(live, checkpoint, base)
     if by_name and fitted is not None and live.model is not None:
-        # The manifest of a checkpoint that is not saved yet will hold the engine's names.
+        # The manifest of a checkpoint that is not saved yet will contain the engine's names.
         own = options.structure_only
         names = stage0.live_names(checkpoint, live.model) if own else stage0.saved_names(checkpoint)
         fitted = stage0.prepare_whole(live, checkpoint, fitted, files.get(needed[0]), names, strict=options.strict)

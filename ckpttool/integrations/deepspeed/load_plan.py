@@ -145,7 +145,7 @@ def _prepare_planned(
 
 
 def _check_module(live: LiveEngine, checkpoint: Checkpoint, *, strict: bool) -> None:
-    """Check that files can hold the tensors of the module, and that torch can write into them.
+    """Check that files can contain the tensors of the module, and that torch can write into them.
 
     Source: torch 2.13, aten/src/ATen/MemoryOverlap.cpp (``has_internal_overlap``).
 

@@ -98,7 +98,7 @@ class CheckpointManager:
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
-            itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
+            itself; a path names the file that contains it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
 
     Raises:

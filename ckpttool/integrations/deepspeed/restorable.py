@@ -131,7 +131,7 @@ def _unsaved_optimizer(live: LiveEngine) -> str:
 
 
 def _elastic_problem(live: LiveEngine) -> str:
-    """Return why an elastic checkpoint cannot hold the states: DeepSpeed keeps a partition's, without padding.
+    """Return why an elastic checkpoint cannot store the states: DeepSpeed keeps a partition's, without padding.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``,
     ``_get_state_without_padding``).

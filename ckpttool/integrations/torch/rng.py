@@ -38,8 +38,8 @@ TRACKER = "deepspeed.runtime.activation_checkpointing.checkpointing"
 def rng_state() -> dict[str, Any]:
     """Return the state of every random number generator that a train loop uses on this rank.
 
-    Pass it to ``CheckpointManager.save`` as (a part of) ``rank_state``. The state holds numbers, text, tuples, mappings
-    and ``torch.uint8`` or ``torch.int64`` tensors in host memory.
+    Pass it to ``CheckpointManager.save`` as (a part of) ``rank_state``. The state contains numbers, text, tuples,
+    mappings and ``torch.uint8`` or ``torch.int64`` tensors in host memory.
 
     Returns:
         "python": the generator of the module ``random``. "numpy": the legacy global generator of ``numpy.random``.

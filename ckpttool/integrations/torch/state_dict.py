@@ -154,11 +154,11 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         """Copy all tensors into a module, one after another; names and shapes are compared first.
 
         Args:
-            module: Any module that holds whole parameters.
+            module: Any module that contains whole parameters.
             strict: Whether both must have the same names.
 
         Raises:
-            ChecksumError: The bytes read differ from those saved; the module holds a part of them.
+            ChecksumError: The bytes read differ from those saved; the module has a part of them.
             PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
             StorageError: Reading failed.
         """

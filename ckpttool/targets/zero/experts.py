@@ -27,7 +27,7 @@ _AUTOEP_NAME = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """The part of a parameter that a rank holds before partitioning."""
+    """The part of a parameter that a rank stores before partitioning."""
 
     name: str
     """Name of the parameter in the whole model."""

@@ -242,7 +242,7 @@ class ModelFiles:
 
 
 MUON = "momentum_buffer"
-"""Muon's state. At stages 1 and 2 each rank holds whole matrices: all that have a fragment in its partition."""
+"""Muon's state. At stages 1 and 2 each rank stores whole matrices: all that have a fragment in its partition."""
 
 
 class OptimizerFiles:
