@@ -184,7 +184,7 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
     if end64 is not None:  # torch always writes it, in small files too
         start, nbytes, count, limit = end64
     if start + nbytes > limit or count * _CENTRAL.size > nbytes:
-        raise ContainerError(reader.path, "the end record places the zip directory outside the file", _DAMAGED_HINT)
+        raise ContainerError(reader.path, "the zip directory is recorded outside the file", _DAMAGED_HINT)
     if nbytes > MAX_DIRECTORY_BYTES:
         problem = f"the zip directory is larger than {MAX_DIRECTORY_BYTES:,} bytes"
         raise ContainerError(reader.path, problem, _FOREIGN_HINT)

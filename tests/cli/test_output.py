@@ -395,7 +395,7 @@ def test_an_overwrite_mixes_no_weights_into_another_checkpoint(held: str, tmp_pa
     shutil.copytree(source(name), root)
     out = {"a tag": root / "global_step3", "a root": root, "a Trainer's folder": root}[held]
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    with pytest.raises(StorageError, match="holds a checkpoint, which the weights of another one would be mixed with"):
+    with pytest.raises(StorageError, match="contains a checkpoint, with which the output would be mixed"):
         api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors", overwrite=True)
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
 
