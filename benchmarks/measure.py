@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DATA = Path(os.environ.get("CKPTTOOL_BENCHMARK_DATA") or Path(__file__).resolve().parent / ".data")
-"""Where checkpoints are made and results written."""
+"""Directory of the checkpoints and results."""
 TRIAL = "CKPTTOOL_BENCHMARK_TRIAL" in os.environ
 """Whether this is a trial run of the scripts: fewer ranks, no warm-up."""
 RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")

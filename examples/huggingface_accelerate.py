@@ -34,7 +34,7 @@ class Progress:
     step = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What to save."""
+        """Return the position to save."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

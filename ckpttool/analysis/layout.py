@@ -31,7 +31,7 @@ _GAP = 64
 
 
 class Folding(Enum):
-    """How far tensors are folded."""
+    """Options of folding tensors."""
 
     NONE = 0
     EXPERTS = 1
@@ -54,7 +54,7 @@ def fold(tensors: dict[str, list[Any]], folding: Folding) -> tuple[dict[str, lis
 
     Args:
         tensors: Columns of the table.
-        folding: How far.
+        folding: Options of folding.
 
     Returns:
         The smaller table, and for each row of the old table the number of its row in that.

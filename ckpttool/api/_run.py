@@ -71,7 +71,7 @@ class Run:
     """One run of a command.
 
     Args:
-        destination: Where it writes: a path or URL, or an open destination.
+        destination: The output: a path or URL, or an open destination.
         options: The options that all commands share.
 
     Raises:

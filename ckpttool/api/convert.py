@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What ``convert`` writes."""
+    """The output of ``convert``."""
 
     to: str
     world_size: int | None

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a command opens its source, does its work and reports.
+    """Options of a command: opening its source, its work and its reports.
 
     Raises:
         ArgumentError: A value is outside its range; raised by the constructor, before any file is opened.
     """
 
     tag: str | None = None
-    """Which checkpoint of a root; None for the one that ``latest`` names."""
+    """Tag of the checkpoint in a root; None for the one that ``latest`` names."""
     jobs: int | None = None
     """Threads. None: one for each core, up to four; 16 where a storage is remote."""
     memory: int | str | None = None
@@ -43,8 +43,8 @@ class Options:
     progress: Progress | None = None
     """Called with (bytes done, bytes in all)."""
     check: Check = "read"
-    """Which recorded CRC-32 to compare while reading: "read" for records that are read whole, "full" for those that
-    are read in part as well, whose rest is read for that; "off" for none."""
+    """Recorded CRC-32 to compare while reading: "read" for records that are read whole; "full" also for records that
+    are read in part, which reads the rest of them; "off" for none."""
     prove: bool = False
     """Digest the source and the output, and commit only if they are equal."""
     dry_run: bool = False
@@ -94,7 +94,7 @@ class Options:
     def run_options(
         self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
     ) -> RunOptions:
-        """How to run the plan of a command."""
+        """Options of the run of a plan."""
         from ckpttool.execution.destination import RunOptions
 
         return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

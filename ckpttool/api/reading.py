@@ -41,7 +41,7 @@ def inspect(
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
             of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Which checkpoint of a root; default: the one that ``latest`` names.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
@@ -139,8 +139,8 @@ def diff(  # noqa: PLR0913  public API
     Args:
         a: As for ``inspect``.
         b: As for ``inspect``.
-        tag_a: Which checkpoint of a.
-        tag_b: Which checkpoint of b.
+        tag_a: Tag of the checkpoint in a.
+        tag_b: Tag of the checkpoint in b.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         include: Globs: only parameters and buffers whose full name matches one.

@@ -59,7 +59,7 @@ MAX_MARK_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinOptions:
-    """How to thin checkpoints."""
+    """Options of thinning."""
 
     dtype: str
     """Type of the weights: "bf16" or "fp32"."""

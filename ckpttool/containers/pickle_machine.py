@@ -37,7 +37,7 @@ class Machine:
 
     Args:
         data: Bytes that contain the pickle.
-        start: Where the pickle begins in ``data``.
+        start: Offset of the pickle in ``data``.
         memory: Bytes of memory that the pickle may take.
     """
 

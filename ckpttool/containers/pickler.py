@@ -32,7 +32,7 @@ def pickle(value: Any, *, path: str) -> bytes:
 
     Args:
         value: Plain data, Size, TorchDType, StorageRef, TensorRef and Opaque, nested at will.
-        path: What to call the file in errors.
+        path: Name of the file in errors.
 
     Raises:
         PlanError: The value contains something else or is nested too deeply.

@@ -284,7 +284,7 @@ def build(
         pickled: ``data.pkl``.
         sizes: Bytes of each storage, by key, in the order they are to be stored.
         prefix: First component of every record name; torch uses the file name without its extension.
-        path: What to call the file in errors.
+        path: Name of the file in errors.
         crc32: CRC-32 of payloads where known; the others are recorded as 0, "not computed", as torch itself does after
             ``torch.serialization.set_crc32_options(False)``.
 

@@ -497,8 +497,8 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
 
     Args:
         data: Bytes that contain the pickle.
-        path: What to call the file in errors.
-        start: Where the pickle begins in ``data``.
+        path: Name of the file in errors.
+        start: Offset of the pickle in ``data``.
 
     Raises:
         Truncated: ``data`` ends before the pickle does.

@@ -44,7 +44,7 @@ class StorageRef:
     dtype: str
     """Element type in safetensors' spelling; "U8" for an untyped storage."""
     location: str
-    """Where the tensor lived when it was saved: "cpu", "cuda:3"."""
+    """Device of the tensor when it was saved: "cpu", "cuda:3"."""
     numel: int
     """Elements of ``dtype``."""
 

@@ -83,8 +83,8 @@ class ReadReport:
 
 
 Check = Literal["read", "full", "off"]
-"""Which records to check: "read" for records that are read whole or nearly so, "full" for records that are read in part
-too, "off" for none."""
+"""Records to check: "read" for records that are read whole or nearly so, "full" also for records that are read in part,
+"off" for none."""
 
 Owners = Callable[[str, int, int], Sequence[str]]
 """Returns the names of the parameters in the bytes [start, end) of the file at a path."""

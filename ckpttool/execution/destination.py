@@ -101,7 +101,7 @@ _KINDS = [
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a plan."""
+    """Options of the run of a plan."""
 
     jobs: int | None
     """Threads, of each worker if there are workers; None for the default."""

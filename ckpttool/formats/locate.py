@@ -33,7 +33,7 @@ class Foreign(NamedTuple):
     """The layout of another framework, which is not read as a whole."""
 
     what: str
-    """What it is."""
+    """Description for errors."""
     name: str
     """Regular expression of the name of a file; with a final slash, of a directory."""
     inside: bool = False

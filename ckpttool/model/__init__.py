@@ -286,7 +286,7 @@ class CheckpointFile:
     model_rank: int | None = None
     """Tensor- and pipeline-parallel rank that wrote it; None if there is only one, or one file serves all."""
     container: str = "torch"
-    """What the file is: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
+    """Format of the file: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
     shard or the metadata of ``torch.distributed.checkpoint``)."""
     directory: str | None = None
     """Its directory if that is another node's; None for the checkpoint's location."""
