@@ -3,8 +3,8 @@
     python benchmarks/average.py [--runs N] [--sources N] [--scale large|small|tiny] [--mergekit PROGRAM]
 
 Sources are safetensors (fp32) with different values, and ZeRO-3 checkpoints of 4 ranks. The peers are ``cat`` of the
-bytes that are averaged, the script that loads every ZeRO checkpoint with DeepSpeed and adds it in torch, and
-``mergekit-yaml`` (merge_method: linear) if its path is given; it is not among the requirements.
+averaged bytes, the script that loads every ZeRO checkpoint with DeepSpeed and adds it in torch, and ``mergekit-yaml``
+(merge_method: linear) if its path is given; it is not among the requirements.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def linear_merge(program: str, sources: list[Path], out: Path) -> Command:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="counted runs (default: 5)")
     parser.add_argument("--sources", type=int, default=4, help="checkpoints to average (default: 4)")

@@ -1,4 +1,4 @@
-"""What follows zero_to_fp32 to get bf16: ``cast_bf16.py DIRECTORY`` casts every safetensors file in it."""
+"""Cast the output of zero_to_fp32 to bf16: ``cast_bf16.py DIRECTORY`` casts every safetensors file in it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RANKS = 2 if TRIAL else 4
 PYTHON = sys.executable
 CKPTTOOL = str(Path(PYTHON).with_name("ckpttool"))
 
-# Counts the bytes that inspect asks files for; what Python reads to start is not among them.
+# Counts the bytes that inspect reads from files, without Python's own start-up.
 COUNT_BYTES = """
 import sys
 from ckpttool import storage, inspect
@@ -58,7 +58,7 @@ def ours(root: Path, out: Path, dtype: str) -> Command:
 
 
 def copy(source: Path, out: Path, name: str) -> Command:
-    """``cp`` of the same bytes that we write."""
+    """``cp`` of the bytes that ckpttool writes."""
     return Command(name, [["cp", "-r", str(source), str(out)]], lambda: shutil.rmtree(out, ignore_errors=True), source)
 
 
@@ -73,7 +73,7 @@ def peer(root: Path, out: Path, *, cast: bool = False) -> Command:
 
 
 def evict(root: Path) -> None:
-    """Push a checkpoint's files out of the page cache."""
+    """Evict a checkpoint's files from the page cache."""
     for path in root.rglob("*.pt"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -137,7 +137,7 @@ def bench_stage(stage: int, scale: str, runs: int, peer_runs: int) -> None:
 
 
 def bench_memory(small: Path, large: Path, out: Path) -> None:
-    """Peak memory as the model grows tenfold, against that of starting up."""
+    """Peak memory for a model ten times as large, against start-up."""
     start = run_once(Command("start", [[CKPTTOOL, "--version"]], lambda: None))
     peaks: dict[str, Usage] = {}
     for dtype in ("fp32", "bf16"):
@@ -150,7 +150,7 @@ def bench_memory(small: Path, large: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against zero_to_fp32.py (default: 3)")

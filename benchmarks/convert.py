@@ -2,7 +2,7 @@
 
     python benchmarks/convert.py [--runs N] [--stages 2 3] [--peer-runs N] [--workers 1 2 4] [--scale large|tiny]
 
-The checkpoints are those of ``consolidate.py``. Quote the ratios: the seconds are this machine's.
+It uses the checkpoints of ``consolidate.py``. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def bench_stage(stage: int, scale: str, runs: int, peer_runs: int, workers: list
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against DeepSpeed's (default: 3)")

@@ -1,7 +1,7 @@
 """Make a large checkpoint with real DeepSpeed, for benchmarks: ``torchrun make_checkpoint.py ROOT STAGE LAYERS``.
 
 A plain transformer's parameters (hidden size 1024, vocabulary 50,000 at 16 layers: 253M parameters, 10x less at one
-tenth the size), bf16, AdamW, one step taken so that the moments are there.
+tenth the size), bf16, AdamW, after one step, so that moments exist.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SIZES = {"large": (1024, 50_000, 16), "small": (512, 10_000, 6), "tiny": (16, 10
 
 
 class Block(nn.Module):
-    """The matrices and norms of one layer; what it computes does not matter here."""
+    """The matrices and norms of one layer; the computation does not matter here."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

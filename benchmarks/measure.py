@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DATA = Path(os.environ.get("CKPTTOOL_BENCHMARK_DATA") or Path(__file__).resolve().parent / ".data")
-"""Where checkpoints are made and results written."""
+"""Directory of the checkpoints and results."""
 TRIAL = "CKPTTOOL_BENCHMARK_TRIAL" in os.environ
 """Whether this is a trial run of the scripts: fewer ranks, no warm-up."""
 RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")
@@ -29,7 +29,7 @@ SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
 """Parameters of the checkpoints; tiny is for trying a benchmark out."""
 
 TOUCHED_BYTES = 6 << 30
-"""More than any command here writes."""
+"""More bytes than any command here writes."""
 
 _TOUCH = """
 import mmap, sys
@@ -41,7 +41,7 @@ with mmap.mmap(-1, int(sys.argv[1])) as memory:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run of a command took."""
+    """Time and memory of one run of a command."""
 
     wall: float
     """Seconds from start to end."""
@@ -75,10 +75,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Command:
-    """Something to run, and how to make the place ready for it."""
+    """Commands to run, and their preparation."""
 
     name: str
-    """What to call it."""
+    """Its name."""
     steps: Sequence[Sequence[str]]
     """Commands, one after another; their times add up."""
     prepare: Callable[[], None]
@@ -88,13 +88,13 @@ class Command:
 
 
 def run_once(command: Command) -> Usage:
-    """Run a command and ask the kernel what it took.
+    """Run a command; return its time and memory, as the kernel reports them.
 
     Raises:
-        RuntimeError: It failed.
+        RuntimeError: The command failed.
     """
     command.prepare()
-    os.sync()  # what the command before left to be written is not this one's work
+    os.sync()  # do not measure pending writes of the previous command
     if command.reads is not None:
         _read(command.reads)
     if not TRIAL:
@@ -165,7 +165,7 @@ def print_table(title: str, usages: dict[str, Figures], base: str, comparison: s
 
 
 def _read(directory: Path) -> None:
-    """Bring files into the page cache: some machines push out what was not used for seconds."""
+    """Bring files into the page cache: some machines evict files after a few seconds without use."""
     for path in directory.rglob("*"):
         if path.is_file():
             with path.open("rb", buffering=0) as file:
@@ -176,8 +176,8 @@ def _read(directory: Path) -> None:
 def _touch_free_memory() -> None:
     """Make a virtual machine's host back the memory that files will be kept in.
 
-    A page that the host has taken back costs many times more than a copy into it, and falls to whichever command comes
-    upon it: without this the same ``cp`` took between 0.9 and 4.7 s.
+    Getting a page back from the host takes many times longer than a copy into it, and would slow down the first command
+    that uses the page. Without this, the same ``cp`` took between 0.9 and 4.7 s.
     """
     with open("/proc/meminfo", encoding="ascii") as lines:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
@@ -187,6 +187,6 @@ def _touch_free_memory() -> None:
 
 def _environment() -> dict[str, str]:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
-    # An installed program runs from compiled bytecode; without this it would be compiled anew at each start.
+    # An installed program runs from compiled bytecode; without this it would be compiled at each start.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return environment

@@ -35,7 +35,7 @@ peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().to(torch.bfloa
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="counted runs (default: 5)")
     parser.add_argument("--scale", choices=SCALES, default="large")

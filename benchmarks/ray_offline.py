@@ -2,14 +2,14 @@
 
     python benchmarks/ray_offline.py [--workers 1 2] [--runs N] [--stage 3] [--only NAME ...]
 
-The cluster is on this machine: for each number of workers so many nodes with one core each, which run before the
-command that joins them and after it. All of them share this machine's cores, memory and disk: what is seen is what
-spreading the work costs, and whether two cores do twice as much, not what other machines would add. Memory is what the
-command, one of Ray's processes that do its tasks, and all of them together hold at the most, shared pages counted once
-for each process. The checkpoint is that of ``consolidate.py``. "of work" leaves out what the same command takes for a
-checkpoint of a few kilobytes: starting, joining, and a process for a first task. Where the checkpoint is in a bucket
-(``s3_server.py``, with a pause before each answer) one request at a time is made by each task, so that what is waited
-for is the distance, as with other machines, and not these cores. Quote the ratios: the seconds are this machine's.
+The cluster is on this machine: one node with one core for each worker, started before the measured command. The nodes
+share this machine's cores, memory and disk. So the figures show the cost of spreading the work, and whether two cores
+do twice as much; they do not show the gain of further machines. Memory is the peak of the command, of one of Ray's
+worker processes, and of all of them together, with shared pages counted once for each process. The checkpoint is the
+one of ``consolidate.py``. "of work" subtracts the time of the same command for a checkpoint of a few kilobytes:
+starting, joining, and a process for a first task. With a checkpoint in a bucket (``s3_server.py``, with a pause before
+each answer), each task makes one request at a time, so that latency limits the speed, as with other machines, and not
+these cores. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EACH_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Usage:
-    """What one run took."""
+    """Time and memory of one run."""
 
     wall: float
     """Seconds, start-up included."""
@@ -63,7 +63,7 @@ class Usage:
 
 @contextlib.contextmanager
 def cluster(workers: int) -> Iterator[str]:
-    """So many nodes of one core; their address."""
+    """Start nodes of one core each; return their address."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -77,10 +77,10 @@ def cluster(workers: int) -> Iterator[str]:
 
 
 def run(arguments: list[str]) -> Usage:
-    """Run a command, and look at its memory and at that of its tasks all the while.
+    """Run a command, and sample its memory and the memory of its tasks.
 
     Raises:
-        RuntimeError: It failed.
+        RuntimeError: The command failed.
     """
     os.sync()
     peaks = [0.0, 0.0, 0.0]
@@ -158,7 +158,7 @@ def _tiny(command: str, out: str, more: list[str], joined: list[str]) -> float:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=3, help="counted runs (default: 3)")

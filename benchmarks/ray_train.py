@@ -1,4 +1,4 @@
-"""Measure how long the workers of a Ray Train run stand still for each checkpoint, against the documented pattern.
+"""Measure how long the workers of a Ray Train run wait for each checkpoint, against the documented pattern.
 
     python benchmarks/ray_train.py [--parameters 10] [--workers 2] [--saves 4] [--latency 0.05]
 
@@ -6,10 +6,10 @@
 * ours, and ours in the background: ``ckpttool.integrations.ray_train``.
 
 All in runs of the same model at ZeRO stage 3, to local disk and to S3 (moto behind a proxy that waits before each
-request). Between two saves the loop sleeps, so that Ray's controller has fetched the report before, and what is written
-in the background has time to end: what is measured is what a train loop feels that saves now and then. Ours is synced
-and hashed when it returns, or when it is committed; the documented one is neither. At last another number of workers
-resumes: with the documented pattern it cannot without a conversion. Quote the ratios: the seconds are this machine's.
+request). Between two saves the loop sleeps, so that Ray's controller has fetched the previous report, and background
+writes end. So the figures show the delay of a train loop that saves rarely. Ours is synced and hashed when it returns,
+or when it is committed; the documented one is neither. At the end another number of workers resumes: with the
+documented pattern it cannot without a conversion. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WAYS = {
 
 
 def train_func(config: dict[str, Any]) -> None:
-    """Save a few times, or resume once; the first worker writes down how long it stood still."""
+    """Save a few times, or resume once; the first worker records how long it waited."""
     import deepspeed
     import ray.train.collective
     import torch
@@ -103,7 +103,7 @@ def train_func(config: dict[str, Any]) -> None:
 
 
 def fit(way: str, workers: int, name: str, config: dict[str, Any], **run: Any) -> tuple[dict[str, Any], Any]:
-    """One run; what it wrote down, and its newest checkpoint."""
+    """One run; return its recorded figures, and its newest checkpoint."""
     from ray.train import CheckpointConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

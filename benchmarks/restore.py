@@ -2,10 +2,10 @@
 
     python benchmarks/restore.py [--runs N] [--stages 2 3] [--scale large|small|tiny]
 
-A checkpoint of 4 ranks is loaded on 4, 2 and 3, and one of 2 ranks on 4, where it is DeepSpeed's own that it is held
-against: the same bytes for the same ranks. The first load of a process, which is what a resume is, is told apart from
-the median of those after it, for which the optimizer's states have their memory. The checkpoints are those of
-``consolidate.py``. Quote the ratios: the seconds are this machine's.
+A checkpoint of 4 ranks is loaded on 4, 2 and 3, and one of 2 ranks on 4. The base is DeepSpeed's own load of the same
+bytes on the same ranks. The first load of a process, as in a resume, is reported apart from the median of later loads,
+for which the optimizer's states are already allocated. The checkpoints are made by ``consolidate.py``. Quote the
+ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROWS: dict[str, dict[str, list[float]]] = {}
 
 
 def restore(root: Path, stage: int, scale: str, ranks: int, way: str, runs: int) -> dict[str, Any]:
-    """Load on so many ranks; see ``restore_rank.py``."""
+    """Load on a number of ranks; see ``restore_rank.py``."""
     command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     command += [str(HERE / "restore_rank.py"), str(root), str(stage), scale, way, str(runs)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(ranks)}
@@ -85,7 +85,7 @@ def _row(name: str, figures: dict[str, Any], native: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="counted loads, after one that is not (default: 3)")
     parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2, 3), default=(2, 3))

@@ -1,7 +1,7 @@
-"""One rank of ``restore.py``: ``torchrun restore_rank.py ROOT STAGE SCALE WAY RUNS``, where WAY is one of the below.
+"""One rank of ``restore.py``: ``torchrun restore_rank.py ROOT STAGE SCALE WAY RUNS``, where WAY is listed below.
 
-Prints, on the first rank, a line of JSON: the median seconds of a load, all ranks together, and the most memory that
-one rank has taken beyond what it had before.
+Prints, on the first rank, a line of JSON: the median seconds of a load, all ranks together, and the largest growth of
+one rank's memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     for _ in range(runs + 1):
         torch.distributed.barrier()
         before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         began = time.perf_counter()
         _load(engine, root, way)
         torch.distributed.barrier()

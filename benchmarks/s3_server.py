@@ -1,10 +1,10 @@
-"""A small S3 server on the loopback that costs next to nothing, so that what is measured before it is the client.
+"""A small S3 server on the loopback that uses little CPU time, so that benchmarks measure the client.
 
-Bodies go from the page cache to the socket (``sendfile``) and from the socket to a file; a multipart upload is
-completed by noting its parts, not by copying them. It knows what storing and reading files takes: GET and HEAD with
-ranges, PUT, multipart uploads, listing, DELETE one or many, If-Match and If-None-Match. It looks at no signature and
-verifies no checksum, and an ETag is a unique string, never the MD5 of the bytes: computing that costs more than all the
-rest, and S3 itself promises it for few objects. ``--latency`` and ``--rate`` make it as far away as S3 is.
+Bodies are sent from the page cache to the socket (``sendfile``) and written from the socket to a file; a multipart
+upload is completed by recording its parts, not by copying them. It supports the requests for storing and reading files:
+GET and HEAD with ranges, PUT, multipart uploads, listing, DELETE one or many, If-Match and If-None-Match. It ignores
+signatures and checksums. An ETag is a unique string, never the MD5 of the bytes, because computing MD5 would take most
+of the time, and S3 itself promises it for few objects. ``--latency`` and ``--rate`` simulate the distance to S3.
 
     python benchmarks/s3_server.py --serve bucket=/some/directory
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BUFFER = 256 << 10
-"""Bytes that a thread takes from its socket at a time: they stay in the processor's cache until they are written."""
+"""Bytes that a thread takes from its socket at a time: they are in the processor's cache when they are written."""
 UNKNOWN = frozenset(
     {
         "acl",
@@ -57,7 +57,7 @@ UNKNOWN = frozenset(
         "versions",
     }
 )
-"""What of an object or bucket may be asked for, but is not here."""
+"""Parameters of requests that this server does not support."""
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 
 
@@ -77,7 +77,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def environment(self) -> dict[str, str]:
-        """What leads S3 clients to it."""
+        """Environment variables that make S3 clients use it."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "any",
@@ -92,7 +92,7 @@ def running(*arguments: str) -> Iterator[Server]:
     """Run a server with these arguments of the command line, on a free port.
 
     Raises:
-        RuntimeError: It did not start.
+        RuntimeError: The server did not start.
     """
     process = subprocess.Popen(
         [sys.executable, "-I", __file__, "--until-eof", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -109,11 +109,11 @@ def running(*arguments: str) -> Iterator[Server]:
             process.stdin.close()  # it removes its directory
 
 
-# ---------------------------------------------------------------------------------------------------- what it holds
+# ---------------------------------------------------------------------------------------------------- stored objects
 
 
 class S3Error(Exception):
-    """What a client is told."""
+    """Error answer to a client."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
@@ -132,7 +132,7 @@ class Stored:
     own: bool = True
     """Whether the files are the server's to remove."""
     tag: str = field(default_factory=lambda: f'"{uuid.uuid4().hex}-1"')
-    """The ETag; in the form in which nobody takes it for an MD5."""
+    """The ETag, in a form that clients do not interpret as MD5."""
     time: float = field(default_factory=time.time)
 
     @property
@@ -141,7 +141,7 @@ class Stored:
         return sum(size for _, size in self.files)
 
     def remove(self) -> None:
-        """Let go of the files; who has them open can still read them."""
+        """Remove the files; readers with open files can still read them."""
         if self.own:
             for path, _ in self.files:
                 path.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ class Bucket:
     uploads: dict[str, Upload] = field(default_factory=dict)
 
     def put(self, key: str, stored: Stored) -> None:
-        """Add an object, in place of what was there."""
+        """Add an object; replace an existing one."""
         old = self.objects.get(key)
         if old is None:
             bisect.insort(self.keys, key)
@@ -184,7 +184,7 @@ class Bucket:
 
 
 class Store:
-    """All buckets. What it holds changes under its lock; bodies are read and written without it."""
+    """All buckets. Its lock protects the tables; bodies are read and written without it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -193,7 +193,7 @@ class Store:
         self._names = itertools.count()
 
     def new_file(self) -> Path:
-        """Where to keep the next body."""
+        """Path of the next body."""
         return self.root / str(next(self._names))
 
     def bucket(self, name: str) -> Bucket:
@@ -218,7 +218,7 @@ class Store:
             raise S3Error(404, "NoSuchUpload") from None
 
     def adopt(self, name: str, directory: Path) -> None:
-        """Serve a directory's files as a bucket's objects, from where they lie."""
+        """Serve a directory's files as a bucket's objects, in place."""
         bucket = self.buckets.setdefault(name, Bucket())
         for path in directory.rglob("*"):
             if path.is_file():
@@ -244,7 +244,7 @@ class Connection:
         self.headers: dict[str, str] = {}
 
     def serve(self) -> None:
-        """Answer until the client goes away."""
+        """Answer until the client disconnects."""
         with self.peer, self.stream, contextlib.suppress(OSError, EOFError):
             self.peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while self._read_head():
@@ -287,7 +287,9 @@ class Connection:
     # -------------------------------------------------------------------------------------------------------- bodies
 
     def _read_body(self, take: Callable[[memoryview], object]) -> None:
-        """Hand the request's body on, out of up to two layers of chunks: HTTP's, and S3's with its checksums behind."""
+        """Yield the request's body without up to two layers of chunks: HTTP's, and S3's with its checksums at the
+        end.
+        """
         layered = "aws-chunked" in self.headers.get("content-encoding", "") or self.headers.get(
             "x-amz-content-sha256", ""
         ).startswith("STREAMING-")
@@ -624,7 +626,7 @@ def main() -> None:
     """Serve until interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.add_argument("--root", type=Path, help="where to keep what is uploaded; default: where temporary files go")
+    parser.add_argument("--root", type=Path, help="directory of uploaded objects; default: a temporary directory")
     parser.add_argument("--serve", action="append", default=[], metavar="BUCKET=DIR", help="read a directory in place")
     parser.add_argument("--bucket", action="append", default=[], help="an empty bucket to begin with")
     parser.add_argument("--latency", type=float, default=0, help="seconds before each answer")

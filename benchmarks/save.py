@@ -2,10 +2,10 @@
 
     python benchmarks/save.py [--ranks 1 2] [--stages 2 3] [--parameters 100] [--runs 5] [--rounds 8]
 
-* Synchronous: both save the same engine in turn. DeepSpeed leaves the bytes to the kernel; ours are on the disk,
-  hashed, when the call returns. So DeepSpeed's is measured with a sync of its files behind it, too.
-* Asynchronous: how long the loop stands still, against one copy of the same bytes in memory, and against a blocking
-  save to a target of 100 MB/s.
+* Synchronous: both save the same engine in turn. DeepSpeed leaves the bytes in the page cache; ours are on the disk,
+hashed, when the call returns. So DeepSpeed's is also measured with a sync of its files after it.
+* Asynchronous: how long the loop waits, against one copy of the same bytes in memory, and against a blocking save to a
+  target of 100 MB/s.
 * How much slower a step is while a save runs.
 
 Quote the ratios: the seconds are this machine's.
@@ -27,7 +27,7 @@ DATA = ROOT / "save"
 
 
 def main() -> None:
-    """Start the ranks for each combination, and print what they found."""
+    """Start the ranks for each combination, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])

@@ -1,4 +1,4 @@
-"""One rank of ``save.py``: a train loop that saves in different ways, and tells how long each took."""
+"""One rank of ``save.py``: a train loop that saves in different ways, and reports the time of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ numbers = itertools.count()
 
 
 def build(stage: int, parameters: int, width: int) -> Any:
-    """An engine of so many parameters, in layers of so many rows and columns."""
+    """An engine with a number of parameters, in square layers of a width."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -89,7 +89,7 @@ def mean(values: list[float]) -> tuple[float, float]:
 
 
 def copied_by(save: Callable[[], Any]) -> list[Any]:
-    """The bytes that an asynchronous save copies, where they lie in the engine."""
+    """The tensors of the engine that an asynchronous save copies."""
     sources: list[Any] = []
     copy = host_memory._copy
 
@@ -114,7 +114,7 @@ def copy_all(sources: list[Any], target: Any) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Let the files of a directory reach the disk."""
+    """Sync the files of a directory."""
     for file in path.rglob("*.pt"):
         fd = os.open(file, os.O_RDONLY)
         os.fsync(fd)
@@ -122,7 +122,7 @@ def sync_tree(path: Path) -> None:
 
 
 def throttle() -> None:
-    """Let saves write no more than THROTTLE bytes a second."""
+    """Limit saves to THROTTLE bytes a second."""
     write = rank_files.write_files
 
     def slow(storage: Any, directory: str, files: Any, check: Any, mode: int = 0o666) -> Any:
@@ -149,7 +149,7 @@ def saves_everywhere(manager: ckpttool.CheckpointManager) -> bool:
 
 
 def say_steps(quiet: list[float], busy: list[float]) -> None:
-    """Print what a step takes without and with a save that runs at the same time, in seconds."""
+    """Print the seconds of a step without and with a concurrent save."""
     (a, error), (b, error_busy) = mean(quiet), mean(busy)
     say(
         f"a step: {a:.3f} s ({len(quiet)} steps), while a save runs {b:.3f} s ({len(busy)}): {100 * (b / a - 1):+.1f} %"
@@ -243,11 +243,11 @@ def main(given: dict[str, Any], data: Path) -> None:
     asynchronous.wait()
     took, used = time.perf_counter() - began, time.process_time() - used
     say(f"in the background, to as much: {took:.2f} s, in which {used:.2f} s of a processor are used by each rank")
-    say(f"  that is {100 * used / took:.1f} % of one, which is what a step can lose where no processor is free")
+    say(f"  that is {100 * used / took:.1f} % of one, the loss of a step if all processors are busy")
     quiet: list[float] = []
     busy: list[float] = []
     for _ in range(given["rounds"]):
-        # Before and after: what drifts with time falls on both.
+        # Before and after, so that drift over time affects both.
         quiet += [timed(lambda: step(engine)) for _ in range(QUIET_STEPS)]
         background()
         while saves_everywhere(asynchronous):

@@ -1,9 +1,10 @@
-"""How long the largest layout takes to open, show and plan: 1T parameters over 1024 ranks, payload left as holes.
+"""Measure how long the largest layout takes to open, show and plan: 1T parameters over 1024 ranks, with holes as
+payload.
 
     python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N] [--runs N]
 
-The files are real containers of the real structure, written by ckpttool itself, with nothing where tensors go: what is
-measured is reading structure and planning, which never look there.
+The files are real containers with the real structure, written by ckpttool itself, with holes in place of tensors.
+Reading the structure and planning do not read tensors.
 """
 
 from __future__ import annotations

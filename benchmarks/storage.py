@@ -2,9 +2,9 @@
 
     python benchmarks/storage.py [--runs N] [--latency SECONDS ...] [--stage 2]
 
-Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) beside what the tests need. The bucket
-is ``benchmarks/s3_server.py`` on the loopback, which takes its share of this machine's cores; with ``--latency`` it is
-as far away as S3 is. The checkpoints are those of ``consolidate.py``.
+Needs the AWS CLI on the PATH (``pipx install awscli``: it pins another botocore) besides the requirements of the tests.
+The bucket is ``benchmarks/s3_server.py`` on the loopback, which uses this machine's cores; ``--latency`` simulates the
+distance to S3. The checkpoints are made by ``consolidate.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if fs.exists(sys.argv[1]):
 AWS = shutil.which("aws") or str(Path(PYTHON).with_name("aws"))
 OUT = DATA / "out"
 
-# Counts what goes over the wire: requests, and bytes of their answers.
+# Counts requests, and bytes of their answers.
 COUNT_REQUESTS = """
 import sys
 from aiobotocore.httpsession import AIOHTTPSession
@@ -54,7 +54,7 @@ print(len(requests), sum(received), len(checkpoint.files), checkpoint.nbytes)
 
 
 def clear() -> None:
-    """Remove what the run before has written."""
+    """Remove the output of the previous run."""
     shutil.rmtree(OUT, ignore_errors=True)
 
 
@@ -73,7 +73,7 @@ def _fresh(out: str) -> Callable[[], None]:
 
 
 def peer(name: str, src: str, upload: str | None) -> Command:
-    """What people do today: download everything, consolidate, upload."""
+    """The usual way: download everything, consolidate, upload."""
     local, weights = OUT / "download", OUT / "weights"
     steps = [
         [AWS, "s3", "cp", "--recursive", "--quiet", src, str(local)],
@@ -114,7 +114,7 @@ def bench(server: Server, root: Path, latency: float, runs: int, peer_runs: int)
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="counted runs of our own (default: 3)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against the peers (default: 3)")

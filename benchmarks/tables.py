@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py [--check]
 
-A table stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; NAME is "summary", or a benchmark.
+A table is between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``; NAME is "summary", or a benchmark.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _conditions(record: dict[str, Any], name: str) -> str:
 
 
 def updated(text: str, record: dict[str, Any]) -> str:
-    """Return a document with all of its tables made anew."""
+    """Return a document with all of its tables updated."""
     return BLOCK.sub(lambda m: f"{m[1]}{render(record, m[2])}{m[3]}", text)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/thin.py [--runs N] [--stages 2 3] [--scale large|small|tiny]
 
-The root has two checkpoints of the same bytes (hard links); the older one is thinned to bf16. The peer is the script
-that people write: ``get_fp32_state_dict_from_zero_checkpoint``, a cast, ``save_file``, ``rm`` of the old files; it
-neither syncs nor compares anything. ``consolidate`` writes the same weights without reading them back.
+The root has two checkpoints of the same bytes (hard links); the older one is thinned to bf16. The peer is the usual
+script: ``get_fp32_state_dict_from_zero_checkpoint``, a cast, ``save_file``, ``rm`` of the old files; it neither syncs
+nor compares anything. ``consolidate`` writes the same weights without reading them back.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compare(stage: int, scale: str, runs: int) -> None:
         shutil.copytree(source / tag, root / OLD, copy_function=os.link)
 
     name = "ckpttool prune --thin bf16"
-    # The older of two checkpoints of one step is that with the smaller number in its name.
+    # The older of two checkpoints of one step is the one with the smaller number in its name.
     ours = Command(name, [[CKPTTOOL, "prune", str(root), "--keep-last", "1", "--thin", "bf16"]], prepare, source)
     script = [PYTHON, "-c", SCRIPT, str(root), OLD, str(out)]
     theirs = Command("DeepSpeed, torch, safetensors", [script], prepare, source)
@@ -78,7 +78,7 @@ def compare(stage: int, scale: str, runs: int) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="counted runs (default: 5)")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])

@@ -23,7 +23,7 @@ DATA = ROOT / "trainer"
 
 
 def main() -> None:
-    """Start the ranks, and print what they found."""
+    """Start the ranks, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--parameters", type=float, default=100, help="millions")

@@ -1,4 +1,4 @@
-"""One rank of ``trainer.py``: a Trainer at ZeRO-3 that saves in different ways, and tells how long each took."""
+"""One rank of ``trainer.py``: a Trainer at ZeRO-3 that saves in different ways, and reports the time of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ BLOCKING = "callback, blocking"
 
 
 def build(directory: Path, parameters: int, width: int) -> Any:
-    """Train a Trainer of so many parameters for two steps; it gathers weights where no callback prevents it."""
+    """Train a model with a number of parameters for two steps; the Trainer gathers weights unless a callback prevents
+    it.
+    """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     arguments = TrainingArguments(
         output_dir=str(directory),

@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
     @property
     def crc_recorded(self) -> bool:
-        """Whether a checksum was recorded (torch leaves 0 when told not to compute it)."""
+        """Whether a checksum was recorded (torch writes 0 if configured not to compute it)."""
         return self.crc32 != 0 or self.where.nbytes == 0
 
 
@@ -94,7 +94,7 @@ def combine(first: int, second: int, nbytes: int) -> int:
 def of_pieces(
     nbytes: int, pieces: Iterable[tuple[int, int, int]], directory: tuple[int, int] | None = None
 ) -> Checksums:
-    """Combine the checksums of a file's pieces to those of the file.
+    """Combine the checksums of a file's pieces to the file's checksums.
 
     Args:
         nbytes: Size of the file in bytes.
@@ -128,7 +128,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32; bits reflected."""
+    """Multiply two polynomials modulo the polynomial of CRC-32; bits reflected."""
     result, bit = 0, 1 << 31
     while a:
         if a & bit:

@@ -63,10 +63,10 @@ class LinkError(StorageError):
 
 
 class PruneError(StorageError):
-    """A checkpoint could not be removed or thinned; ``prune`` has gone on with the others.
+    """A checkpoint could not be removed or thinned; ``prune`` has continued with the others.
 
     Attributes:
-        decisions: What was done with each checkpoint, as ``prune`` returns it.
+        decisions: The result for each checkpoint, as ``prune`` returns it.
     """
 
     decisions: Sequence[Any] = ()

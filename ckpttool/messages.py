@@ -30,7 +30,7 @@ _NAMED_CREDENTIAL = (
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-"""Characters that Python counts as printable and nobody sees: fillers, selectors of variants, joiners, a blank pattern.
+"""Characters that are invisible, but printable for Python: fillers, selectors of variants, joiners, a blank pattern.
 
 Source: Unicode 16, DerivedCoreProperties.txt (``Default_Ignorable_Code_Point``), and U+2800."""
 
@@ -52,14 +52,14 @@ def _one_without_secrets(url: str) -> str:
         user = host.rpartition("@")[0]
         if scheme.lower() not in _AZURE or ":" in user:
             rest = rest[len(user) + 1 :]
-    # A secret key of AWS may contain a slash. Otherwise the text behind a colon is a port number.
+    # A secret key of AWS may contain a slash. Otherwise the text after a colon is a port number.
     elif "@" in path and re.search(r"^[^\[]*:(?!\d*$)", host):
         rest = path.rpartition("@")[2]
     return f"{scheme}:{slashes}{rest}{tail}"
 
 
 def _inner_url(path: str) -> tuple[str, str, str]:
-    """Split a path that contains a URL into the text before it, the URL and the text behind it."""
+    """Split a path that contains a URL into the text before it, the URL and the text after it."""
     found = _URL.search(path)
     return (path[: found.start()], found[0], path[found.end() :]) if found else (path, "", "")
 

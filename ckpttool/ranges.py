@@ -17,7 +17,7 @@ class ByteRange(NamedTuple):
     start: int
     """Offset of the first byte in the file."""
     end: int
-    """Offset behind the last byte."""
+    """Offset after the last byte."""
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +57,7 @@ class CoverProblem(NamedTuple):
     start: int
     """First position of the gap, the overlap or the span outside."""
     end: int
-    """Position behind the last."""
+    """Position after the last."""
 
 
 def exact_cover_problem(

@@ -216,11 +216,11 @@ class StorageTests:
 
     def test_remove_tree(self, storage: WritableStorage, made: str) -> None:
         storage.make_directory(f"{made}/gone/below")
-        for name in ("gone/a", f"gone/{MANIFEST}", "gone/below/b", "stays"):
+        for name in ("gone/a", f"gone/{MANIFEST}", "gone/below/b", "kept"):
             storage.make_directory(f"{made}/{name}".rpartition("/")[0])
             storage.put(f"{made}/{name}", b"x")
         storage.remove_tree(f"{made}/gone")
-        assert _names(storage, made) == {"stays"}
+        assert _names(storage, made) == {"kept"}
 
     def test_rename_moves_all_or_says_no(self, storage: WritableStorage, made: str) -> None:
         storage.make_directory(f"{made}/before")

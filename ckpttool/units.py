@@ -73,7 +73,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_age(seconds: float) -> str:
-    """Format a duration in the largest unit of which it has at least two: "3 h"; of a time to come "3 h ahead"."""
+    """Format a duration in the largest unit that fits at least twice: "3 h"; of a future time "3 h ahead"."""
     if seconds <= -1:  # clocks of two machines differ by less
         return f"{format_age(-seconds)} ahead"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):

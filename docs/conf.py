@@ -48,8 +48,8 @@ python_use_unqualified_type_names = True
 
 nitpicky = True
 nitpick_ignore_regex = [
-    # Types in signatures whose documentation lies elsewhere, or which are plain aliases. Links that a page writes by
-    # hand (functions, methods, labels, files) must all resolve.
+    # Types in signatures that are documented elsewhere, or are plain aliases. Links that a page writes by hand
+    # (functions, methods, labels, files) must all resolve.
     (r"py:(class|obj|exc|data)", r"(?!ckpttool\.[a-z]+$).*"),
 ]
 
@@ -65,5 +65,5 @@ def _generate(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Register what runs before the pages are read."""
+    """Register the scripts that run before the pages are read."""
     app.connect("builder-inited", _generate)

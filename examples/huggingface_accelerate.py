@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 examples/huggingface_accelerate.py run out --stage 3 --steps 20
     torchrun --nproc_per_node=3 examples/huggingface_accelerate.py run out --stage 2 --steps 30
 
-The second run goes on where the first one ended, or where it was killed. On a machine without a GPU:
-DS_ACCELERATOR=cpu torchrun ...
+The second run continues where the first one ended or was killed. On a machine without a GPU: DS_ACCELERATOR=cpu
+torchrun ...
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Progress:
     step = 0
 
     def state_dict(self) -> dict[str, int]:
-        """What to save."""
+        """Return the position to save."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self.step = state["step"]
 
 

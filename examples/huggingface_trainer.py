@@ -3,9 +3,8 @@
     torchrun --nproc_per_node=2 examples/huggingface_trainer.py run out --stage 3 --steps 12
     torchrun --nproc_per_node=3 examples/huggingface_trainer.py run out --stage 2 --steps 24
 
-The second run goes on where the first one ended, or where it was killed. On a machine without a GPU:
-DS_ACCELERATOR=cpu torchrun ... The model is tiny and random, its data made on the spot: put ``from_pretrained`` and
-real text in their places.
+The second run continues where the first one ended or was killed. On a machine without a GPU: DS_ACCELERATOR=cpu
+torchrun ... The model is tiny and random, its data generated: replace them by ``from_pretrained`` and real text.
 """
 
 from __future__ import annotations
@@ -80,7 +79,9 @@ def main() -> None:
     loss = trainer.evaluate()["eval_loss"]
 
     if trainer.is_world_process_zero():
-        resumed = f"resumed from step {callback.restored.step}" if callback.restored is not None else "began anew"
+        resumed = (
+            f"resumed from step {callback.restored.step}" if callback.restored is not None else "started at step 0"
+        )
         unset_hf_deepspeed_config()  # else, at stage 3, from_pretrained waits for the other ranks to split the model
         model = LlamaForCausalLM.from_pretrained(f"{options.out}/checkpoint-{options.steps}").to(arguments.device)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The same from Python: see what is in a checkpoint, check it, and write weights in the type that you serve in.
+"""The same from Python: inspect a checkpoint, verify it, and write weights in the type that you serve in.
 
 python examples/library.py CHECKPOINT OUT
 """

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 examples/lightning_deepspeed.py run out --stage 3 --epochs 4
     torchrun --nproc_per_node=3 examples/lightning_deepspeed.py run out --stage 2 --epochs 6
 
-The second run goes on where the first one ended, or where it was killed. Lightning runs DeepSpeed on GPUs alone.
+The second run continues where the first one ended or was killed. Lightning runs DeepSpeed only on GPUs.
 """
 
 from __future__ import annotations

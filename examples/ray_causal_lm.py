@@ -3,8 +3,8 @@
     python examples/ray_causal_lm.py --storage run --workers 2 --epochs 2
     python examples/ray_causal_lm.py --storage run --workers 3 --epochs 3 --stage 3 --export out
 
-The second goes on at epoch 2 with another number of workers and another ZeRO stage. The model is tiny and random, its
-data made on the spot: put ``from_pretrained`` and real text in their places.
+The second continues at epoch 2 with another number of workers and another ZeRO stage. The model is tiny and random, its
+data generated: replace them by ``from_pretrained`` and real text.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train_func(config: dict[str, Any]) -> None:
 
 
 def export(checkpoint: Any, out: str) -> None:
-    """Turn a checkpoint into what ``from_pretrained`` loads, and generate with it."""
+    """Convert a checkpoint to files for ``from_pretrained``, and generate with it."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

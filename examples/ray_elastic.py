@@ -1,10 +1,10 @@
-"""DeepSpeed under Ray Train that goes on with the workers that are left, and takes in those that come.
+"""DeepSpeed under Ray Train that continues with the remaining workers, and adds workers that join.
 
     python examples/ray_elastic.py --storage /shared/runs --workers 1 8 --gpu    # on a Ray cluster
     python examples/ray_elastic.py --simulate    # three nodes on this machine: one is lost, comes back, one is drained
 
-Whatever happens, the run goes on from the newest commit, spread anew over the workers there are. What is lost are the
-steps since then; when workers come, too: Ray starts all of them again, without a warning. Save often enough for that.
+In each case the run continues from the newest commit, spread over the present workers. The steps since then are lost,
+also when workers join, because Ray then restarts all workers without a warning. Save often enough for that.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def moments(engine: Any) -> float:
 
 
 def tell(config: dict[str, Any], **event: Any) -> None:
-    """Note what happens, for ``simulate`` to follow."""
+    """Log events, for ``simulate`` to follow."""
     with open(config["log"], "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
 
 def fit(config: dict[str, Any], storage: str, workers: tuple[int, int], *, gpu: bool, interval: float) -> Any:
-    """Run it on any number of workers between two."""
+    """Run it on any number of workers between two limits."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -127,7 +127,7 @@ QUICK = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
 }
-"""For a cluster that is one machine."""
+"""Settings of a simulated cluster on one machine."""
 
 
 def simulate(storage: str) -> None:
@@ -156,14 +156,14 @@ def simulate(storage: str) -> None:
     seen: list[dict[str, Any]] = []
 
     def until(event: str, workers: int) -> dict[str, Any]:
-        """Follow the run until something happens that has not been seen yet."""
+        """Follow the run until the next event."""
         while True:
             lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
             for line in lines[len(seen) :]:
                 found = json.loads(line)
                 seen.append(found)
                 if found["event"] == "start":
-                    say(f"{found['workers']} workers go on from step {found['step']}")
+                    say(f"{found['workers']} workers continue from step {found['step']}")
                     check(abs(found["moments"] - found["saved"]) <= 1e-9 * abs(found["saved"]), "moments are restored")
                 elif found["event"] == "just in time":
                     say(f"{found['workers']} workers saved step {found['step']} just in time")
@@ -193,7 +193,7 @@ def simulate(storage: str) -> None:
     leaving = next(n["NodeID"] for n in ray.nodes() if n["NodeID"] == third.node_id)
     drain(cluster.address, leaving, 20)
     saved = until("just in time", 3)
-    check(until("start", 2)["step"] >= saved["step"], "what was saved just in time is what they go on from")
+    check(until("start", 2)["step"] >= saved["step"], "they continue from the checkpoint that was saved just in time")
     until("save", 2)
     stop.touch()
     running.join()
@@ -204,13 +204,13 @@ def simulate(storage: str) -> None:
 
 
 def check(true: bool, what: str) -> None:
-    """Make sure of something."""
+    """Exit with an error if a check fails."""
     if not true:
         raise SystemExit(f"not so: {what}")
 
 
 def drain(address: str, node_id: str, seconds: int) -> None:
-    """Announce that a node will go, as clouds do for spot instances."""
+    """Announce that a node will be removed, as clouds do for spot instances."""
     command = [
         os.path.join(os.path.dirname(sys.executable), "ray"),
         "drain-node",

@@ -3,9 +3,9 @@
     python examples/ray_frameworks.py trainer --storage run --workers 2 --steps 8
     python examples/ray_frameworks.py trainer --storage run --workers 3 --steps 16 --stage 3
 
-The second goes on at step 8 with another number of workers and another ZeRO stage. With ``--max-failures`` Ray starts
-the workers anew when one is lost, and they go on from the newest commit. The models are tiny and their data made on the
-spot. Lightning runs DeepSpeed on GPUs alone.
+The second continues at step 8 with another number of workers and another ZeRO stage. With ``--max-failures`` Ray
+restarts the workers when one is lost, and they continue from the newest commit. The models are tiny and their data is
+generated. Lightning runs DeepSpeed only on GPUs.
 """
 
 from __future__ import annotations
@@ -182,11 +182,11 @@ FRAMEWORKS = {
 
 
 def main(arguments: Sequence[str] | None = None, train_func: Any = None) -> None:
-    """Train on the workers, and show what the run's storage holds.
+    """Train on the workers, and show the content of the run's storage.
 
     Args:
-        arguments: Command line; default: that of the program.
-        train_func: What to run on each worker; default: the framework's.
+        arguments: Command line; default: ``sys.argv``.
+        train_func: Function to run on each worker; default: the framework's.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("framework", choices=FRAMEWORKS)
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None, train_func: Any = None) -> None
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3))
-    parser.add_argument("--max-failures", type=int, default=0, help="how often to start the workers anew")
+    parser.add_argument("--max-failures", type=int, default=0, help="how often to restart the workers")
     options = parser.parse_args(arguments)
 
     import ray

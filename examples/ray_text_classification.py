@@ -1,12 +1,12 @@
 """Fine-tune a BERT for pairs of sentences with ZeRO-3 under Ray Train, and resume with any number of workers.
 
     python examples/ray_text_classification.py --storage run --workers 2 --epochs 2
-    python examples/ray_text_classification.py --storage run --workers 3 --epochs 4 --data ray  # goes on at epoch 2
+    python examples/ray_text_classification.py --storage run --workers 3 --epochs 4 --data ray  # continues at epoch 2
 
-The flow is that of Ray's own DeepSpeed example. There, every worker saves to a temporary directory, all of it is
-uploaded, and only as many workers can resume. Here one call saves, commits and reports, and one call restores; the rest
-is as it was. The model is tiny and random, its data made on the spot: put ``from_pretrained`` and GLUE's MRPC in their
-places.
+The example follows Ray's own DeepSpeed example. There, every worker saves to a temporary directory, all of it is
+uploaded, and only the same number of workers can resume. Here one call saves, commits and reports, and one call
+restores; the rest is unchanged. The model is tiny and random, its data generated: replace them by ``from_pretrained``
+and GLUE's MRPC.
 """
 
 from __future__ import annotations

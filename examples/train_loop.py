@@ -1,7 +1,7 @@
-"""A train loop of plain DeepSpeed that can be killed at any moment, and goes on with any number of ranks.
+"""A train loop of plain DeepSpeed that can be killed at any moment, and continues with any number of ranks.
 
     torchrun --nproc_per_node=2 examples/train_loop.py run --steps 20
-    torchrun --nproc_per_node=3 examples/train_loop.py run --steps 40     # goes on at step 20
+    torchrun --nproc_per_node=3 examples/train_loop.py run --steps 40     # continues at step 20
 
 On a machine without a GPU: DS_ACCELERATOR=cpu torchrun ...
 """

@@ -1,1 +1,1 @@
-"""Computations on checkpoints that write none: findings, differences, digests, statistics, layouts."""
+"""Computations on checkpoints that write no files: findings, differences, digests, statistics, layouts."""

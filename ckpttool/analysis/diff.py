@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 OTHERS = "steps, hyper-parameters, scheduler, loss scale and client state"
-"""What is compared besides tensors if all is."""
+"""The values that are compared besides tensors."""
 NUMBERS = (int, float, TensorInteger, TensorFloat)
 SEQUENCES = (list, tuple)
 MAX_DEPTH = 100
@@ -92,7 +92,7 @@ class DiffReport:
 
     @property
     def compared(self) -> str:
-        """What was compared, in a few words."""
+        """The compared values, in a few words."""
         tensors = "weights and optimizer states" if any(t.state != WEIGHTS for t in self.tensors) else "weights"
         return tensors if self.others is None else f"{tensors}; {OTHERS}"
 

@@ -104,7 +104,7 @@ def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance
     return sha.digest()
 
 
-HINT = "a disk or memory may be failing: try again, and report it if it stays"
+HINT = "a disk or memory may be failing: try again, and report it if it happens again"
 
 
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:

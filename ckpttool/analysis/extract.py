@@ -94,7 +94,7 @@ def encode(values: NDArray[Any], name: str, out: str) -> list[bytes | memoryview
         out: Name of the file: ``.safetensors``, ``.npy``, ``.pt`` or ``.bin``.
 
     Raises:
-        PlanError: The suffix is unknown, or the format cannot hold the tensor's dtype.
+        PlanError: The suffix is unknown, or the format cannot store the tensor's dtype.
     """
     dtype = next(d for d in DTYPES.values() if numpy_dtype(d.name) == values.dtype)
     # In one dimension: a view of a scalar in another type is not possible.

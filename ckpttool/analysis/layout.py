@@ -1,4 +1,4 @@
-"""The layout of a checkpoint for pictures: which tensor lies where in which file, in few numbers.
+"""The layout of a checkpoint for pictures: the place of each tensor in the files, in few numbers.
 
 Extents that repeat from rank to rank are one row with a count: 1T parameters over 1024 ranks are a few thousand rows.
 """
@@ -31,7 +31,7 @@ _GAP = 64
 
 
 class Folding(Enum):
-    """How far tensors are folded."""
+    """Options of folding tensors."""
 
     NONE = 0
     EXPERTS = 1
@@ -40,7 +40,7 @@ class Folding(Enum):
 
 
 def folded_name(name: str, layer: str, folding: Folding) -> str:
-    """Return the name that stands for a tensor and others."""
+    """Return the common name of a tensor and the others of its fold."""
     if folding is Folding.EXPERTS:
         return re.sub(r"(experts?\.)\d+(?=\.|$)", r"\1*", name)
     inside = name.startswith(f"{layer}.")
@@ -54,7 +54,7 @@ def fold(tensors: dict[str, list[Any]], folding: Folding) -> tuple[dict[str, lis
 
     Args:
         tensors: Columns of the table.
-        folding: How far.
+        folding: Options of folding.
 
     Returns:
         The smaller table, and for each row of the old table the number of its row in that.
@@ -96,7 +96,7 @@ def join_files(
         usage: Bytes of each file by category.
 
     Returns:
-        The same of the joined files.
+        The same for the joined files.
     """
     counts = table[:, _COUNT].copy()
     table = np.repeat(table, counts, axis=0)
@@ -156,7 +156,7 @@ def _merged_in_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _merged_over_files(flat: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Merge rows of one file each that differ in the file alone."""
+    """Merge rows of one file each that differ only in the file."""
     same = (_STATE, _TENSOR, _COUNT, _OFFSET, _NUMEL, _PADDING, _WIDTH, _REPLICA, _EXTENTS, _DTYPE)
     flat = flat[np.lexsort([flat[:, _FILE], *(flat[:, column] for column in reversed(same))])]
     step = flat[1:, _FILE] - flat[:-1, _FILE]
@@ -193,10 +193,10 @@ COLUMNS = (
     "extents",
     "dtype",
 )
-"""Columns of a row, which stands for ``count`` extents, the i-th of them in file ``file + i * file_step``, at byte
+"""Columns of a row, which represents ``count`` extents, the i-th of them in file ``file + i * file_step``, at byte
 ``offset + i * offset_step``, with elements from ``start + i * start_step`` on. ``tensor``, ``state`` and ``dtype`` are
-indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are those of ``EXTENT``,
-and ``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them stands for
+indices, ``width`` is the bytes of an element, ``numel``, ``padding``, ``runs`` and ``pitch`` are columns of ``EXTENT``,
+and ``replica`` is 1 for a copy of values that are read elsewhere. In a layout that was folded, each of them represents
 ``extents`` contiguous extents of the file."""
 CATEGORIES = ("masters", "moments", "copies", "buffers", "replicas", "padding", "overhead")
 """Uses of the bytes of a file. Overhead: pickles, zip records, and tensors that belong to no parameter or buffer."""
@@ -205,7 +205,7 @@ MAX_TENSORS = 6_000
 MAX_ROWS = 60_000
 """Maximum number of rows in a layout."""
 MAX_FILES = 5_000
-"""Maximum number of files in a layout; more are joined, those of one kind and rank to one."""
+"""Maximum number of files in a layout; more are joined: files of one kind and rank become one."""
 MAX_LANES = 64
 """Maximum number of files without a rank that get a lane each."""
 _EXPERT = re.compile(r"(^|\.)(deepspeed_)?experts?(\.|$)")
@@ -215,18 +215,18 @@ _NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 def layout(
     checkpoint: Checkpoint, *, max_tensors: int = MAX_TENSORS, max_rows: int = MAX_ROWS, max_files: int = MAX_FILES
 ) -> dict[str, Any]:
-    """Describe where the bytes of a checkpoint lie, as plain values for JSON.
+    """Describe the place of the bytes of a checkpoint, as plain values for JSON.
 
     Args:
         checkpoint: The checkpoint.
-        max_tensors: Maximum number of tensors; those of a layout with more are folded by their names.
+        max_tensors: Maximum number of tensors; more are folded by their names.
         max_rows: Maximum number of rows.
-        max_files: Maximum number of files; if there are more, those of one kind and rank are joined.
+        max_files: Maximum number of files; more are joined by kind and rank.
 
     Returns:
         "states", "dtypes", "layers": names in the order of their indices; "widths": bytes of an element by dtype;
         "tensors": columns "name", "shape", "numel", "kind" ("trained", "frozen" or "buffer"), "expert", "tied",
-        "group" (-2 if none), "layer", "count" (tensors that it stands for); "rows": columns ``COLUMNS``; "extents":
+        "group" (-2 if none), "layer", "count" (tensors that it represents); "rows": columns ``COLUMNS``; "extents":
         extents of the checkpoint; "files"; "lanes": ranks with the indices of their files; "usage": bytes of each file
         by ``CATEGORIES``; "folded": whether tensors were folded; "joined": whether files were, so that offsets are
         positions in all files of one kind and rank.
@@ -365,7 +365,7 @@ def _encode(rows: NDArray[np.void], head: tuple[int, int, int, int, int]) -> lis
 
 
 def _repeated(values: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return the ranges of extents that differ in file, offset and start alone, and in these by equal steps."""
+    """Return the ranges of extents that differ only in file, offset and start, by equal steps."""
     count = values.shape[1]
     if count < 3:
         return [(i, i + 1) for i in range(count)]

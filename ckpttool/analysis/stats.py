@@ -130,7 +130,7 @@ def _magnitudes(histogram: NDArray[np.int64], zeros: int) -> tuple[tuple[int, in
     """Return the rows of ``TensorStats.magnitudes``.
 
     Args:
-        histogram: Number of values by sign and biased exponent, zeros with those of the lowest exponent.
+        histogram: Number of values by sign and biased exponent, zeros counted with the lowest exponent.
         zeros: Number of zeros.
     """
     positive, negative = histogram[:EXPONENTS].tolist(), histogram[EXPONENTS:].tolist()

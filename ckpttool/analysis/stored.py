@@ -1,4 +1,4 @@
-"""The tensors that lie in the files of a checkpoint, with each byte once: states, buffers, then replicas."""
+"""The tensors in the files of a checkpoint, with each byte once: states, buffers, then replicas."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Stored(NamedTuple):
     """A state in files."""
 
     tensor: int
-    """Index of its parameter, or, behind the parameters, of its buffer."""
+    """Index of its parameter; buffers are numbered after the parameters."""
     key: str
     """Name of the state."""
     state: State
     """The state."""
     rows: NDArray[np.void]
-    """Rows of ``model.extents.EXTENT``. Those of a replica leave out the bytes that another state of the parameter
+    """Rows of ``model.extents.EXTENT``. The rows of a replica leave out the bytes that another state of the parameter
     has."""
     replica: bool
     """Whether its values are also read elsewhere."""
 
 
 def stored_states(checkpoint: Checkpoint) -> Iterator[Stored]:
-    """Yield the states of parameters and buffers, then what replicas hold beyond these.
+    """Yield the states of parameters and buffers, then the further bytes of replicas.
 
     With tensor parallelism a parameter's module state has the bytes of all ranks' slices, and each slice is also a
     replica of the rank's masters: the same bytes, which are yielded with the module state.
@@ -74,12 +74,12 @@ def stored_states(checkpoint: Checkpoint) -> Iterator[Stored]:
 
 
 def _rows(state: State) -> NDArray[np.void]:
-    """Return the extents of a state; its place does not keep them, gigabytes in a large checkpoint."""
+    """Return the extents of a state, uncached: they may take gigabytes in a large checkpoint."""
     return copy.copy(state.place).rows
 
 
 def _state_of(checkpoint: Checkpoint, tensor: int, replica: Replica) -> str:
-    """Return the name of the state of which a replica is a copy: that with which the state begins that it equals."""
+    """Return the name of the state that a replica duplicates."""
     if tensor >= len(checkpoint.parameters):
         return BUFFER
     states = checkpoint.parameters[tensor].states
@@ -113,7 +113,7 @@ class _Held:
             self._note(_rows(state), itemsize(state.dtype))
 
     def add(self, state: State) -> NDArray[np.void]:
-        """Return the extents of a state, without the bytes that are known; then they are."""
+        """Return the extents of a state without known bytes, and mark the others as known."""
         rows, width = _rows(state), itemsize(state.dtype)
         parts = [self._unknown(rows[i : i + 1], width) for i in range(len(rows))]
         self._note(rows, width)
@@ -158,7 +158,7 @@ class _Held:
 
 
 def _gaps(ranges: list[ByteRange], wanted: ByteRange) -> list[ByteRange]:
-    """Return the parts of a range that lie in none of some others, which are ascending and apart."""
+    """Subtract sorted, disjoint ranges from a range."""
     found = []
     at = wanted.start
     for known in ranges[max(0, bisect_right(ranges, ByteRange(at, 1 << 62)) - 1) :]:

@@ -98,7 +98,7 @@ def verify_checkpoint(
         src: As for ``open_checkpoint``.
         tag: As for ``open_checkpoint``.
         deep: Also compare every recorded CRC-32, look for NaN and infinity, and compare each 16-bit copy with the cast
-            of its fp32 master weights, element by element. Without it, only samples of the latter.
+            of its fp32 master weights, element by element. Without it, only samples of the copies.
         jobs: Threads; None for one for each core, up to MAX_JOBS.
         progress: Called with (bytes done, bytes in all).
         options: As for ``open_checkpoint``.
@@ -170,7 +170,7 @@ def _compare(
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:
-        # Masters of unknown names are no damage.
+        # Unknown names of masters are not damage.
         errors += (e for e in failed_checks(checks, advance=meter) if not isinstance(e, PlanError))
     except CkptError as error:
         errors.append(error)
@@ -231,7 +231,7 @@ def _check_sums(
         if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
             advance(reader.nbytes)
             return [], len(saved.crcs), 0
-        # The files of a DCP checkpoint hold an archive for each tensor; their records are known since it was opened.
+        # The files of a DCP checkpoint contain an archive for each tensor; their records are known since it was opened.
         records = read_torch_file(reader).records if file.container == "torch" else file.records
         recorded = [r for r in records if r.crc_recorded]
         found = [error for record in recorded if (error := _check_sum(reader, record))]
@@ -274,7 +274,7 @@ def _check_sum(reader: Reader, record: Record) -> CkptError | None:
 def _scan(
     checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State, advance: Advance
 ) -> list[CkptError]:
-    """Count NaN and infinity in one state of one parameter, for each file that holds a part of it."""
+    """Count NaN and infinity in one state of one parameter, for each file that contains a part of it."""
     counts: dict[int, list[int]] = {}
     buffer = ReadBuffer()
     blocks = [stored_blocks(s.extents, itemsize(s.dtype)) for s in (state, *state.mean_with)]
@@ -289,7 +289,7 @@ def _scan(
                         continue
                     count = counts.setdefault(file, [0, 0])
                     count[0] += int(np.isnan(values).sum())
-                    if key != "buffer":  # attention masks hold -inf
+                    if key != "buffer":  # attention masks contain -inf
                         count[1] += int(np.isinf(values).sum())
         except CkptError as error:
             return [error]

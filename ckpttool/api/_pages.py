@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.formats import Source
 
 STDOUT = "-"
-"""The name that stands for the standard output."""
+"""The name of the standard output."""
 MAX_FILES = 2_000
 """Maximum number of files in the page of a directory that cannot be opened."""
 
@@ -89,7 +89,7 @@ def page_of_source(
         trust_names: As for ``inspect``.
 
     Raises:
-        CkptError: There is no sound checkpoint, and no finding.
+        CkptError: The checkpoint is missing or damaged, without a finding.
     """
     from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
@@ -140,7 +140,7 @@ def page_of_catalog(found: Catalog, decisions: Sequence[Decision] = (), rules: M
     Args:
         found: The checkpoints.
         decisions: Decisions of ``prune`` to show beside them.
-        rules: The rules that these follow, by the parameters of ``prune``.
+        rules: The rules of these decisions, by the parameters of ``prune``.
     """
     from ckpttool.analysis.json_report import as_plain
     from ckpttool.pages import page

@@ -1,4 +1,4 @@
-"""One run of a command that writes: open its sources, check the destination, write a plan, report what was written."""
+"""One run of a command that writes: open its sources, check the destination, write a plan, report the output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The output of a command: what it wrote, or planned in a dry run."""
+    """The output of a command, written or planned by a dry run."""
 
     out: str
     """The output directory."""
@@ -62,7 +62,7 @@ class Written:
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None if nothing was written, and for ``check="off"``."""
     needs: Needs | None = None
-    """For a dry run, what the run needs."""
+    """For a dry run, the disk space and memory of the run."""
     kept: tuple[str, ...] = ()
     """With ``overwrite``, new names of files in ``out`` that sidecar files have replaced, and that differ from them."""
 
@@ -71,7 +71,7 @@ class Run:
     """One run of a command.
 
     Args:
-        destination: Where it writes: a path or URL, or an open destination.
+        destination: The output: a path or URL, or an open destination.
         options: The options that all commands share.
 
     Raises:
@@ -86,7 +86,7 @@ class Run:
         self.destination = destination
         if options.prove and options.overwrite and destination.remote:
             # A proof reads the output, and a store shows no upload before it replaces the old file.
-            problem = "compares what was written, when an overwrite on a remote storage has replaced the old files"
+            problem = "compares the output only after an overwrite on a remote storage has replaced the old files"
             hint = "write to another directory with prove and remove the old one, or leave out prove"
             raise ArgumentError("prove", problem, hint, ("prove",))
         self._workers = _workers_for(options.ray, destination)
@@ -98,13 +98,13 @@ class Run:
             sources: Each as for ``open_checkpoint``.
 
         Raises:
-            CkptError: The destination cannot or must not be written, or there is no sound checkpoint.
+            CkptError: The destination cannot or must not be written, or a source is not a sound checkpoint.
         """
         openings = []
         for src in sources:
             paths = source_paths(src)
             opened = partial(self.options.open, paths)
-            # Round trips to several stores together take as long as one.
+            # Concurrent round trips to several stores take as long as one.
             concurrent = is_url(paths[0]) and (self.destination.remote or len(sources) > 1)
             openings.append(_in_background(opened) if concurrent else opened)
         if not self.options.resume:
@@ -116,7 +116,7 @@ class Run:
                 raise LayoutError(checkpoint.location, checkpoint.unproven, hint, ("allow_partial",))
             self.destination.check_apart(checkpoint)
         if self.options.overwrite and holds_checkpoint(self.destination.storage, self.destination.out):
-            problem = "holds a checkpoint, which the weights of another one would be mixed with"
+            problem = "contains a checkpoint, with which the output would be mixed"
             raise StorageError(self.destination.out, problem, "choose another OUT")
         return checkpoints
 
@@ -129,7 +129,7 @@ class Run:
         verify: Callable[[str], str | None] | None,
         may_be_there: bool | None = None,
     ) -> Written:
-        """Write the files of a plan and commit them; or say what would be written, if this is a dry run.
+        """Write the files of a plan and commit them; or only report the files, if this is a dry run.
 
         Args:
             plan: The plan.

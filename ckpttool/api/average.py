@@ -39,7 +39,7 @@ _SCALE = "scale the weights: only their ratios matter"
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What ``average`` computes and writes."""
+    """The computation and the output of ``average``."""
 
     to: str
     weights: tuple[float, ...] | None
@@ -81,7 +81,7 @@ class _Request:
         if self.schedule is not None:
             check_choice("schedule", self.schedule, tuple(DECAYS))
         if self.ema is not None and not 0 < self.ema < 1:
-            raise ArgumentError("ema", f"is {brief(self.ema)}, not between 0 and 1", "choose 0.9, say")
+            raise ArgumentError("ema", f"is {brief(self.ema)}, not between 0 and 1", "choose 0.9, for example")
         if self.weights is not None:
             _check_weights(self.weights, count)
 
@@ -138,13 +138,13 @@ class AverageReport:
     sources: tuple[AveragedSource, ...]
     """The checkpoints, in the order of the sums."""
     optimizer: str | None
-    """For "zero", the source that optimizer, step and all else but the weights come from."""
+    """For "zero", the source of the optimizer, the step and everything else except the weights."""
     tensors: int
     """Parameters and buffers in the output; tied tensors count once."""
     elements: int
     """Elements in them."""
     dtype: str | None
-    """Type of the parameters: "fp32", "bf16" or "fp16"; None for "zero", which has those of the source."""
+    """Type of the parameters: "fp32", "bf16" or "fp16"; None for "zero", which has the source's."""
     tied: Mapping[str, str]
     """Tied names: alias to the name the tensor is stored under."""
     sidecars: tuple[str, ...]
@@ -199,8 +199,8 @@ def average(  # noqa: PLR0913  public API
     """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
 
     The mean is w[0] * x[0] + w[1] * x[1] + ..., divided by the sum of the weights. Each product, sum and quotient is
-    rounded to ``accumulate``, in the order of ``src``, as torch does it. fp32 master weights are averaged, or the
-    weights where there are none, and floating-point buffers; other buffers are those of the newest source.
+    rounded to ``accumulate``, in the order of ``src``, as torch does it. fp32 master weights are averaged, or else the
+    weights, and floating-point buffers; other buffers are copied from the newest source.
 
     Args:
         src: The checkpoints, each as for ``inspect``: of any formats, stages and numbers of ranks.
@@ -209,19 +209,19 @@ def average(  # noqa: PLR0913  public API
             ``engine.load_checkpoint`` reads, with the optimizer of the newest source.
         weights: One number for each checkpoint. Default: all equal.
         ema: Decay of an exponential moving average, which begins at the first checkpoint.
-        schedule: Decay of the learning rate that the mean stands for: WSM's weights, for checkpoints at equal
-            distances. "linear" weighs all equally, "constant" takes the newest alone.
+        schedule: Decay of the learning rate that the mean replaces: WSM's weights, for checkpoints at equal distances.
+            "linear" weighs all equally, "constant" takes only the newest.
         accumulate: Type to compute in.
         tag: Tag of each checkpoint; default: as for ``inspect``.
         dtype: Type of the parameters, default "fp32"; for "zero" as for ``convert``.
         max_shard_size: As for ``consolidate``.
-        include: Globs: only tensors whose name matches one; for "zero" the others are those of the newest source.
+        include: Globs: only tensors whose name matches one; for "zero" the others are copied from the newest source.
         exclude: Globs: no tensors whose name matches one.
-        world_size: Data-parallel ranks that will load the output; default: those of the newest source.
-        stage: ZeRO stage, 1, 2 or 3; default: that of the newest source.
+        world_size: Data-parallel ranks that will load the output; default: the newest source's.
+        stage: ZeRO stage, 1, 2 or 3; default: the newest source's.
         prove: Compute the mean again, digest it and the output, and commit only if they are equal.
         check: As for ``consolidate``.
-        dry_run: Plan, but write nothing; the report has what a run needs.
+        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
         overwrite: As for ``consolidate``; not for "zero".
         jobs: As for ``consolidate``.
         memory: As for ``consolidate``.
@@ -361,7 +361,7 @@ def _plan_zero(mean: Average, newest: Checkpoint, request: _Request) -> _Planned
     companions += rank_state_sidecars(newest, tag)
     notes = (*zero_losses(mean.checkpoint, shape), *left_behind)
     if newest.groups:
-        notes = (f"optimizer, step and scheduler are those of {place_of(newest)}", *notes)
+        notes = (f"optimizer, step and scheduler are copied from {place_of(newest)}", *notes)
     return _Planned(with_sidecars(plan, companions, None), None, LATEST, tuple(c.name for c in companions), notes)
 
 
@@ -377,7 +377,5 @@ def _notes(sources: Sequence[Checkpoint], mean: Average, made: _Planned) -> tupl
     notes = [note for c in sources for note in (*map(str, c.notes), *(f"{place_of(c)}: {r}" for r in c.remarks))]
     if mean.kept:
         names = ", ".join(mean.kept[:3]) + (", ..." if len(mean.kept) > 3 else "")
-        notes.append(
-            f"not averaged, but taken from {place_of(sources[mean.newest])}: {names}, of a type without a mean"
-        )
+        notes.append(f"not averaged, copied from {place_of(sources[mean.newest])}: {names} (non-floating type)")
     return (*notes, *made.notes)

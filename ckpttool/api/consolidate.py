@@ -42,11 +42,11 @@ def read_rename_map(
     """Return new names by old ones.
 
     Args:
-        table: The names, the path or URL of a JSON file of them, or None for none.
+        table: The names, the path or URL of a JSON file of them, or None.
         options: Options of the fsspec class of a URL.
 
     Raises:
-        ArgumentError: The table is not one.
+        ArgumentError: The table is malformed.
         LayoutError: The file is not a JSON object of texts, or has a name twice.
         StorageError: The file cannot be read.
     """
@@ -145,7 +145,7 @@ def check_embedding(
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         modules: ``modules_to_save`` of the adapters.
         config: ``config.json`` of the model.
 
@@ -223,7 +223,7 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         adapter: Names of the adapters to merge, in this order; none for the only one.
 
     Raises:
@@ -266,7 +266,7 @@ def _config(checkpoint: Checkpoint, adapter: str, *, alone: bool) -> dict[str, A
     """Read the configuration of an adapter.
 
     Raises:
-        PlanError: There is none.
+        PlanError: The checkpoint does not contain it.
         LayoutError: It is damaged.
     """
     storage = connect(checkpoint.storage)
@@ -398,7 +398,7 @@ def consolidate(  # noqa: PLR0913  public API
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
         optimizer: Also write the optimizer's states, for "safetensors": ``optimizer.safetensors``, from which
             ``convert`` makes a checkpoint to resume from. Weights in fp32 are the master weights; beside others it
-            holds these as well.
+            contains these as well.
         merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
             output has the base model's names.
         base: The base model, as for ``src``; default: the frozen weights in the checkpoint.
@@ -408,10 +408,10 @@ def consolidate(  # noqa: PLR0913  public API
         rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
         prove: Digest the source and the output, and commit only if they are equal.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        dry_run: Plan, but write nothing; the report has what a run needs.
+        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
         resume: As for ``convert``.
-        overwrite: Allow an ``out`` that holds files, but no checkpoint: weights of the same kind in it are replaced,
-            other files stay. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
+        overwrite: Allow an ``out`` with files, but without a checkpoint: weights of the same kind in it are replaced,
+            other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
@@ -497,7 +497,7 @@ def _consolidate(
 def _open(
     src: Source, run: Run, merge: _Merge, options: Options
 ) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
-    """Open the source, and merge its adapters if asked for; also return the sidecar files and notes of a merge."""
+    """Open the source, and merge its adapters if requested; also return the sidecar files and notes of a merge."""
     (checkpoint,) = run.open([src])
     if not merge.merge_lora:
         return checkpoint, None, ()

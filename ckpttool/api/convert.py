@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What ``convert`` writes."""
+    """The output of ``convert``."""
 
     to: str
     world_size: int | None
@@ -116,24 +116,24 @@ def convert(  # noqa: PLR0913  public API
     Args:
         src: As for ``inspect``.
         out: Directory to write: a checkpoint root, with ``latest`` (or ``latest_universal``), or a DCP directory.
-        to: "zero" for native files that ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for what
-            DeepSpeed's ``load_universal`` reads; "dcp" for ``torch.distributed.checkpoint``.
+        to: "zero" for native files that ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for
+            DeepSpeed's ``load_universal``; "dcp" for ``torch.distributed.checkpoint``.
         tag: As for ``inspect``; the output has the same.
         world_size: Data-parallel ranks that will load the output; needed for "zero".
         stage: 1, 2 or 3, for "zero"; default: the source's.
         sub_group_size: Stage 3: as in the configuration of the run that loads it; default: the source's or DeepSpeed's.
         round_robin: Whether that run has ``round_robin_gradients``; default: as in the source's configuration.
         expert_parallel: Ranks that it spreads each layer's experts over; default: the source's.
-        dtype: Type that run computes in, for "zero" where the source does not say: DCP, or weights alone.
-        buffers: Patterns of the names of buffers, for "zero" where the source does not tell buffers from frozen
-            parameters: DCP, or weights alone; stage 3 keeps them apart. Empty if there are none.
-        layout: For "dcp", the names and the nesting that a loader asks for: "nested" (default) and "flat" as
+        dtype: Type that run computes in, for "zero" where the source does not record it: DCP, or only weights.
+        buffers: Patterns of the names of buffers, for "zero" where the source does not distinguish buffers and frozen
+            parameters: DCP, or only weights; stage 3 needs the distinction. Empty if there are none.
+        layout: For "dcp", the names and the nesting that a loader requires: "nested" (default) and "flat" as
             ``get_state_dict`` has them, under ``model`` and ``optim``; "accelerate" for Accelerate's and the Trainer's
             FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler.
         prove: Digest the source and the output, and commit only if they are equal.
         check: As for ``consolidate``.
-        dry_run: Plan, but write nothing; the report has what a run needs.
-        resume: Continue from the completed files of a killed or failed run; not after a power cut: no file is synced.
+        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
+        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
         jobs: As for ``consolidate``.
         memory: As for ``consolidate``.
         ray: As for ``consolidate``.
@@ -198,13 +198,13 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
 
 
 def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
-    """Return a checkpoint that tells its buffers from frozen parameters.
+    """Return a checkpoint that distinguishes its buffers and frozen parameters.
 
     Raises:
-        ArgumentError: The source itself tells them apart, or a pattern matches no frozen tensor.
+        ArgumentError: The source already distinguishes them, or a pattern matches no frozen tensor.
     """
     if checkpoint.tells_buffers:
-        raise ArgumentError("buffers", "is given, but the source tells its buffers itself", "leave it out")
+        raise ArgumentError("buffers", "is given, but the source records its buffers", "leave it out")
     frozen = [p for p in checkpoint.parameters if p.frozen]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(p.name, pattern) for p in frozen):

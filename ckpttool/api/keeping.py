@@ -44,7 +44,7 @@ def ls(
         open_budget: As for ``inspect``.
 
     Raises:
-        CkptError: The directory cannot be read, or holds no checkpoint.
+        CkptError: The directory cannot be read, or contains no checkpoint.
     """
     from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
@@ -64,7 +64,7 @@ def pin(
 ) -> Pin:
     """Pin a checkpoint: no rule of ``prune``, ``CheckpointManager`` or a trainer's rotation removes or thins it.
 
-    The pin is a small file in its directory. It replaces an earlier pin, and goes with the directory: a save that
+    The pin is a small file in its directory. It replaces an earlier pin, and is removed with the directory: a save that
     replaces the checkpoint removes it.
 
     Args:
@@ -76,7 +76,7 @@ def pin(
         open_budget: As for ``inspect``.
 
     Raises:
-        CkptError: There is no sound checkpoint, the reason is empty, or the pin cannot be written.
+        CkptError: The checkpoint is missing or damaged, the reason is empty, or the pin cannot be written.
     """
     from ckpttool.commit.marks import Pin, write_pin
 
@@ -107,7 +107,7 @@ def unpin(
 
     Raises:
         PlanError: The checkpoint is not pinned.
-        CkptError: There is no checkpoint, or the pin cannot be removed.
+        CkptError: The checkpoint is missing, or the pin cannot be removed.
     """
     from ckpttool.commit.marks import find_pin
     from ckpttool.storage import PIN
@@ -172,19 +172,19 @@ def prune(  # noqa: PLR0913  public API
     follow_links: bool = False,
     open_budget: float = 1.0,
 ) -> list[Decision]:
-    """Remove the checkpoints of a root that no rule keeps, or thin them: their weights stay, without optimizer states.
+    """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
-    Only whole native ZeRO checkpoints are removed or thinned. The newest of them stays, and so do the one that
+    Only whole native ZeRO checkpoints are removed or thinned. It always keeps the newest of them, the one that
     ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A thin checkpoint replaces a whole one
-    when its weights have been read back and have the digest of the source. The next
-    ``prune`` deletes the leftovers of a killed one.
+    when its weights have been read back and have the digest of the source. The next ``prune`` deletes the leftovers of
+    a killed one.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
-        keep_last: Keep so many of the newest.
+        keep_last: Number of newest checkpoints to keep.
         keep_every: Keep those whose step is a multiple of this.
         keep_best: Keep the one with the smallest value of this number in its client state ("loss", "eval.loss"); with
-            ":max" behind it, the largest.
+            the suffix ":max", the largest.
         keep_for: Keep those younger than this: seconds, or a text like "7d".
         thin: Thin those that no rule keeps, with weights of this type: "bf16" or "fp32".
         thin_every: Thin only those whose step is a multiple of this, and remove the others, thin ones included.
@@ -205,7 +205,7 @@ def prune(  # noqa: PLR0913  public API
     Raises:
         ArgumentError: No rule is given, or one is malformed.
         CkptError: The directory cannot be read, or no checkpoint has the number; nothing was changed.
-        PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` are what was done.
+        PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` have the results.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.api.options import Options
@@ -256,7 +256,7 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
 def _planned(
     decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None, *, dry_run: bool
 ) -> tuple[list[Decision], list[Thinning]]:
-    """Plan the thin checkpoints; those that cannot be written stay whole."""
+    """Plan the thin checkpoints; checkpoints that cannot be thinned are kept whole."""
     from ckpttool.catalog.thinning import plan_thinning
     from ckpttool.formats import source_storage
 
@@ -279,7 +279,7 @@ def _planned(
 
 
 def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
-    """Return whether a checkpoint was thinned, and whether old files are left that nobody removes."""
+    """Return whether a checkpoint was thinned, and whether old files are left that no later run removes."""
     from ckpttool.commit import read_mark
     from ckpttool.commit.manifest import read_manifest
     from ckpttool.commit.marks import below, is_alive
@@ -301,7 +301,7 @@ def _carry_out(
     progress: Progress | None,
     errors: list[PruneError],
 ) -> list[Decision]:
-    """Remove and thin checkpoints; return what was done.
+    """Remove and thin checkpoints; return the results.
 
     Raises:
         PruneError: One cannot be removed or thinned; the others were.
@@ -331,7 +331,7 @@ def _carry_out(
 def _attempt(
     storage: WritableStorage, root: str, decision: Decision, work: Callable[[], object]
 ) -> tuple[Decision, PruneError | None]:
-    """Remove or thin one checkpoint; return what was done, and the error."""
+    """Remove or thin one checkpoint; return the result, and the error."""
     from ckpttool.catalog.cleanup import changed_since
     from ckpttool.commit.marks import TakenError
     from ckpttool.storage.local import PartlyRemovedError
@@ -344,7 +344,7 @@ def _attempt(
         work()
     except CkptError as error:
         storage.refresh([])
-        # A removal that fails halfway has renamed the directory, so that its absence alone proves nothing.
+        # A removal that fails halfway has renamed the directory, so that its absence is not sufficient evidence.
         if error.problem == MISSING and not storage.is_dir(path):
             return replace(decision, keep=False, thin=None, freed=0, reason="removed by another process"), None
         committed, leftovers = _is_thin(storage, path)
@@ -369,7 +369,7 @@ def _attempt(
         else:
             problem = f"cannot be thinned: {error.problem}"
             own = isinstance(error, StorageError)
-            hint = error.hint if own else "repair it, or pin it so that it stays whole"
+            hint = error.hint if own else "repair it, or pin it, so that it is kept whole"
             failed = PruneError(error.path, problem, hint, error.options if own else ())
         return replace(decision, keep=True, thin=None, freed=0, reason=failed.problem), failed
     return decision, None

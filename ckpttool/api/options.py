@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a command opens its source, does its work and reports.
+    """Options of a command: opening its source, its work and its reports.
 
     Raises:
         ArgumentError: A value is outside its range; raised by the constructor, before any file is opened.
     """
 
     tag: str | None = None
-    """Which checkpoint of a root; None for the one that ``latest`` names."""
+    """Tag of the checkpoint in a root; None for the one that ``latest`` names."""
     jobs: int | None = None
     """Threads. None: one for each core, up to four; 16 where a storage is remote."""
     memory: int | str | None = None
@@ -43,8 +43,8 @@ class Options:
     progress: Progress | None = None
     """Called with (bytes done, bytes in all)."""
     check: Check = "read"
-    """Which recorded CRC-32 to compare while reading: "read" for records that are read whole, "full" for those that
-    are read in part as well, whose rest is read for that; "off" for none."""
+    """Recorded CRC-32 to compare while reading: "read" for records that are read whole; "full" also for records that
+    are read in part, which reads the rest of them; "off" for none."""
     prove: bool = False
     """Digest the source and the output, and commit only if they are equal."""
     dry_run: bool = False
@@ -56,9 +56,9 @@ class Options:
     allow_partial: bool = False
     """Accept a checkpoint whose files cannot be proven to be all."""
     trust_names: bool = False
-    """Accept a file whose content names another file name, after a deliberate rename. By default it is refused."""
+    """Accept renamed files (the name recorded inside differs). By default they are refused."""
     storage_options: Mapping[str, Any] | None = None
-    """Options for the fsspec class of URLs: keys, an endpoint, ... None: what fsspec finds itself."""
+    """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
 
     def __post_init__(self) -> None:
         check_choice("check", self.check, ("read", "full", "off"))
@@ -81,7 +81,7 @@ class Options:
             unfinished: Also open a checkpoint that ckpttool has not committed yet.
 
         Raises:
-            CkptError: There is no sound checkpoint.
+            CkptError: The checkpoint is missing or damaged.
         """
         return open_checkpoint(
             src, tag=self.tag, options=self.storage_options, unfinished=unfinished, trust_names=self.trust_names
@@ -96,7 +96,7 @@ class Options:
     def run_options(
         self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
     ) -> RunOptions:
-        """How to run the plan of a command."""
+        """Options of the run of a plan."""
         from ckpttool.execution.destination import RunOptions
 
         return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

@@ -40,16 +40,16 @@ def inspect(
     Args:
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each holds the files of some ranks (node-local storage).
-        tag: Which checkpoint of a root; default: the one that ``latest`` names.
-        trust_names: Accept a file whose content names another file name, after a deliberate rename. By default it is
-            refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: what fsspec finds itself.
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
         open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
-        CkptError: There is no sound checkpoint; names the file, the problem and the next step.
+        CkptError: The checkpoint is missing or damaged; names the file, the problem and the next step.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)
     return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
@@ -78,7 +78,7 @@ def verify(  # noqa: PLR0913  public API
     follow_links: bool = False,
     open_budget: float = 1.0,
 ) -> VerifyReport:
-    """Check that a checkpoint is whole and sound; lists every finding, raises none.
+    """Check that a checkpoint is whole and sound; lists every finding instead of raising.
 
     Args:
         src: As for ``inspect``.
@@ -139,8 +139,8 @@ def diff(  # noqa: PLR0913  public API
     Args:
         a: As for ``inspect``.
         b: As for ``inspect``.
-        tag_a: Which checkpoint of a.
-        tag_b: Which checkpoint of b.
+        tag_a: Tag of the checkpoint in a.
+        tag_b: Tag of the checkpoint in b.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         include: Globs: only parameters and buffers whose full name matches one.
@@ -325,11 +325,11 @@ def extract(  # noqa: PLR0913  public API
         name: Parameter or buffer, by its own or a tied name.
         out: File to write, of the kind of its suffix: ``.safetensors``, ``.npy`` or ``.pt``; default: none.
         tag: As for ``inspect``.
-        state: "weights" for the fp32 master weights, or where there are none the model's own copy; or the name of a
-            state in the checkpoint: "fp32", "module", "exp_avg", ...
+        state: "weights" for the fp32 master weights, or else the model's own copy; or the name of a state in the
+            checkpoint: "fp32", "module", "exp_avg", ...
         index: As in ``tensor[index]``: integers and slices of step 1, one for each dimension from the first on;
             default: the whole tensor.
-        framework: What to return: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
+        framework: Type of the result: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
         check: As for ``consolidate``.
         overwrite: Replace ``out`` if it exists.
         trust_names: As for ``inspect``.

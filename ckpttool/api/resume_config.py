@@ -38,10 +38,10 @@ def resume_config(
     follow_links: bool = False,
     open_budget: float = 1.0,
 ) -> dict[str, Any]:
-    """Return a configuration whose global batch on another number of ranks equals that of the saved run.
+    """Return a configuration with the global batch of the saved run on another number of ranks.
 
-    The micro batch is the largest one that divides each rank's share, and is not larger than that of ``ds_config`` or
-    of the saved run: the memory of a rank suffices for it. The accumulation makes up for the rest.
+    The micro batch is the largest one that divides each rank's share, and is not larger than in ``ds_config`` or in the
+    saved run, because that fits into the memory of a rank. Gradient accumulation is set to reach the global batch.
 
     Args:
         ds_config: DeepSpeed's configuration, or the path of its JSON file; it is not changed.

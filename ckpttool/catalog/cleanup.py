@@ -87,7 +87,7 @@ def maintain(
     for remove, path in zip(removals, [*leftovers, *doomed, *marks_left], strict=True):
         try:
             why = remove()
-            LOG.info("removed %s" if why is None else f"%s stays: {why}", printable(path))
+            LOG.info("removed %s" if why is None else f"%s is kept: {why}", printable(path))
         except CkptError as error:
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
     for decision in decisions:
@@ -99,10 +99,10 @@ def _thin(storage: WritableStorage, root: str, decision: Decision, options: Thin
     path = decision.entry.path
     try:
         if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
-            LOG.info("%s stays whole: %s", printable(path), why)
+            LOG.info("%s is kept whole: %s", printable(path), why)
             return
         thin(storage, plan_thinning(storage, path, options), options)
-        LOG.info("thinned %s: its weights are left, in %s", printable(path), options.dtype)
+        LOG.info("thinned %s: kept its weights in %s", printable(path), options.dtype)
     except CkptError as error:
         LOG.warning("an old checkpoint was not thinned: %s", error)
 
@@ -143,7 +143,7 @@ def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool
 
 
 def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str | None = None) -> str | None:
-    """Remove a directory, unless it has changed since the decision about it; return why it stays.
+    """Remove a directory, unless it has changed since the decision about it; return why it is kept.
 
     Args:
         storage: Storage of the directory.
@@ -161,12 +161,12 @@ def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str 
 
 
 def changed_since(storage: Storage, path: str, state: str, root: str | None = None) -> str | None:
-    """Return why a directory must stay as it is although it was decided to remove or thin it; None if nothing changed.
+    """Return why a directory must not be removed or thinned as decided; None if nothing changed.
 
     Args:
         storage: Storage of the directory.
         path: The directory.
-        state: ``state_of`` the directory before its files were looked at.
+        state: ``state_of`` the directory before its files were read.
         root: The root of a checkpoint, whose ``latest`` may name it meanwhile; None for a leftover.
 
     Raises:
@@ -177,7 +177,7 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
         named = named_tag(storage, root)
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
-    if find_pin(storage, path) is not None:  # a link that leads nowhere is a pin, and no part of the state
+    if find_pin(storage, path) is not None:  # a dangling link is a pin, and not part of the state
         return "pinned meanwhile"
     return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
@@ -247,7 +247,7 @@ def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str]) ->
 
     If another process is writing such a small file, ``LocalStorage.put`` writes it again.
     """
-    if storage.remote:  # it shows no incomplete files, and has no such markers
+    if storage.remote:  # without incomplete files and such markers
         return []
     names = [e.name for e in storage.listing(root) if not e.is_dir] if storage.is_dir(root) else []
     partial = [name for name in names if re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", name)]
@@ -277,7 +277,7 @@ def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Coll
     """Remove the oldest checkpoints of a run and leftovers of interrupted saves; return their directories.
 
     Unlike the Trainer's own rotation it counts whole checkpoints only, so that an incomplete one never takes the place
-    of a checkpoint that a run can resume from. Pinned and thin checkpoints stay, and are not counted.
+    of a checkpoint that a run can resume from. Pinned and thin checkpoints are kept, and not counted.
 
     Args:
         storage: Storage of the run.
@@ -295,7 +295,7 @@ def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Coll
     half = [one.path for one in found if one.hidden and is_half_removed(storage, one.path)]
     seen = {}
     for path in [*(folder.path for folder in folders), *half]:
-        with contextlib.suppress(StorageError):  # it stays; another process may be removing it
+        with contextlib.suppress(StorageError):  # kept; another process may be removing it
             seen[path] = state_of(storage, path)
     every = [one.name for one in trainer_commits(folders)]
     counted = [path for path in every if find_pin(storage, path) is None]
@@ -315,7 +315,7 @@ def rotate(storage: WritableStorage, root: str, limit: int | None, *, keep: Coll
             LOG.warning("an old checkpoint was not removed: %s", error)
             continue
         removed += [folder] if why is None else []
-        LOG.info("removed %s" if why is None else f"%s stays: {why}", folder)
+        LOG.info("removed %s" if why is None else f"%s is kept: {why}", folder)
     return removed
 
 

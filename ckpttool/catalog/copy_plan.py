@@ -62,7 +62,7 @@ def latest_name(checkpoint: Checkpoint) -> str:
 
 
 def check_outside(checkpoint: Checkpoint, storage: Storage, dst: str) -> None:
-    """Refuse to write a copy into a checkpoint: a later copy or removal of that one would take both.
+    """Refuse to write a copy into a checkpoint: copying or removing that one later would include both.
 
     Args:
         checkpoint: The source.
@@ -83,7 +83,7 @@ def check_outside(checkpoint: Checkpoint, storage: Storage, dst: str) -> None:
         elif source.remote:
             continue
         if f"{below.rstrip('/')}/".startswith(f"{above.rstrip('/')}/"):
-            raise StorageError(dst, f"lies in the checkpoint {directory}", hint)
+            raise StorageError(dst, f"is inside the checkpoint {directory}", hint)
     if is_tagged(checkpoint) and storage.is_dir(dst) and has_files_of_tag(storage.listing(dst)):
         raise StorageError(dst, "is the directory of a tag, not a root", hint)
 
@@ -96,7 +96,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """Plan a copy of every file in the checkpoint's directories, also of files in unknown formats.
 
     Raises:
-        LayoutError: Two directories hold different files of the same name.
+        LayoutError: Two directories contain different files of the same name.
         StorageError: The key of an object is not a valid path of a file.
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
@@ -115,7 +115,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             source = SourceFile(path, entry.nbytes, entry.version, checkpoint.storage, file_records)
             if sources.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {sources[name].path} {sources[name].nbytes:,}"
-                raise LayoutError(path, problem, "the directories belong to two saves: pass those of one save")
+                raise LayoutError(path, problem, "the directories belong to two saves: pass only one save's")
     names = sorted((n for n in sources if n not in BESIDE), key=lambda n: (n in INDICES, n))
     files = []
     for number, name in enumerate(names):

@@ -1,9 +1,9 @@
 """List the checkpoints under a root or in the directories of runs, and check which are complete.
 
-Runs are those of a Hugging Face Trainer, of Accelerate and of Ray Train.
+It knows runs of a Hugging Face Trainer, of Accelerate and of Ray Train.
 
-Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a checkpoint that is
-gone refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
+Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a missing checkpoint
+    refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MAX_NAME = 1000
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
-"""Start of the problem of a directory that holds checkpoints but is not one itself."""
+"""Start of the problem of a directory that contains checkpoints but is not one itself."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
@@ -122,8 +122,8 @@ class CatalogEntry:
     """The pin that keeps it from being removed or thinned."""
     torn: str | None = None
     """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
-    "incomplete, beside weights": one of the two, but the directory also holds weight files, which may be whole. None if
-    the checkpoint is whole, or cannot be read for another reason."""
+    "incomplete, beside weights": one of the two, but the directory also contains weight files, which may be whole. None
+    if the checkpoint is whole, or cannot be read for another reason."""
     being_saved: bool = False
     """Whether the process that saves it still runs on this machine."""
     state: str = ""
@@ -135,7 +135,7 @@ class CatalogEntry:
 
     @property
     def is_root(self) -> bool:
-        """Whether the directory holds checkpoints, but is not one itself."""
+        """Whether the directory contains checkpoints, but is not one itself."""
         return (self.problem or "").startswith(OWN_ROOT)
 
     @property
@@ -145,7 +145,7 @@ class CatalogEntry:
 
 
 class _Listed(NamedTuple):
-    """An entry, and what depends on the other entries of the root."""
+    """An entry, and values that depend on the other entries of the root."""
 
     entry: CatalogEntry
     saved: Saved
@@ -178,7 +178,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     Raises:
         ArgumentError: The path is empty.
         StorageError: The directory cannot be read.
-        LayoutError: The directory holds no checkpoint, or another process writes it.
+        LayoutError: The directory contains no checkpoint, or another process writes it.
     """
     checked_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
@@ -326,7 +326,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
             problems.append(f"{latest} cannot be read: {error.problem}")
             continue
         if len(tag) > MAX_TAG:
-            problems.append(f"{latest} has {len(tag):,} characters, which is no name of a checkpoint")
+            problems.append(f"{latest} has {len(tag):,} characters, too many for the name of a checkpoint")
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
@@ -337,7 +337,7 @@ def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[se
 
 
 def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
-    """Return the entry of a directory; None if it is no checkpoint, or if another process has removed it meanwhile."""
+    """Return the entry of a directory; None if it is not a checkpoint or has been removed meanwhile."""
     try:
         return _read_entry(found, latest, reported, options)
     except StorageError as error:
@@ -447,7 +447,7 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 
 def _holds_weights(storage: Storage, path: str) -> bool:
-    """Return whether files of weights lie in a directory or below it, as PEFT writes named adapters."""
+    """Return whether files of weights are in a directory or below it, as PEFT writes named adapters."""
     return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
@@ -460,7 +460,7 @@ def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:
 def _proves_loss(storage: Storage, error: CkptError) -> bool:
     """Return whether an error is about a file that is missing or cut off.
 
-    A damaged file is no loss: a killed save leaves none, and much of it may still be read.
+    A damaged file does not count: killed saves do not leave any, and much of it may still be read.
     """
     return isinstance(error, TruncatedError) or is_gone(storage, error)
 
@@ -487,12 +487,12 @@ def _unread(found: Found, problem: str, *, link: str | None = None, latest: bool
 
 
 def _holds_one(name: str) -> bool:
-    """Return whether trainers give such names to a directory that holds the DeepSpeed checkpoint as a tag."""
+    """Return whether trainers give such names to a directory that contains the DeepSpeed checkpoint as a tag."""
     return step_of_folder(name) is not None or name.endswith(".ckpt") or is_checkpoint_name(name)
 
 
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
-    """Return an error for a directory that holds checkpoints but is not one; trainers' directories are accepted."""
+    """Return an error for a directory that contains checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
     if has_files_of_tag(entries):
         return []
@@ -573,7 +573,7 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
 
 
 def directory_name(step: int, token: str) -> str:
-    """Return the name of a save's directory; it is unique, so that the directory holds no old files.
+    """Return the name of a save's directory; it is unique, so that the directory contains no old files.
 
     Args:
         step: Steps of the engine.
@@ -583,7 +583,7 @@ def directory_name(step: int, token: str) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Return whether Ray Train or ckpttool chooses such names for directories that hold a checkpoint as a tag."""
+    """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
     return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
 
 
@@ -604,7 +604,7 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
     """
     storage.refresh([])
     folders = ray_folders(storage, run)
-    with contextlib.suppress(StorageError):  # only saves requests: the code below reports errors
+    with contextlib.suppress(StorageError):  # only to save requests: the code below reports errors
         storage.refresh([posixpath.join(folder.path, MANIFEST) for folder in folders])
     dated = []
     for folder in folders:

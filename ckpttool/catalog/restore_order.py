@@ -26,7 +26,7 @@ class Saved(NamedTuple):
     """The facts about one checkpoint of a run that decide its place in the order."""
 
     name: str
-    """Any name that no other has."""
+    """A unique name."""
     step: int
     """Steps of the engine; -1 if unknown."""
     number: int = 0
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, name: str, step: int, manifest: Manifest | None, *, marked: bool = False) -> Saved:
-        """Return what the manifest says; without one, there is only a step."""
+        """Return the facts of the manifest; without one, only the step."""
         if manifest is None:
             return cls(name, step)
         return cls(name, manifest.step, manifest.number, manifest.attempt, manifest.parent, marked)
@@ -55,7 +55,7 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     the last parent's, which a run has abandoned when it went back. Modification times of files do not count.
 
     Args:
-        found: The checkpoints; those that nothing else orders stay in this order.
+        found: The checkpoints; checkpoints that nothing else orders keep this order.
         named: The one that ``latest`` names; "" without one.
     """
     if not found:
@@ -78,7 +78,7 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
 
 
 def last_after(found: Sequence[Saved], named: str) -> str:
-    """Return the last checkpoint that was trained from the one that ``latest`` names; that one itself without any.
+    """Return the last checkpoint that was trained from the one that ``latest`` names; else that one.
 
     A user may have set ``latest`` back: until a run saves again, nothing has been abandoned.
     """
@@ -95,7 +95,7 @@ def last_after(found: Sequence[Saved], named: str) -> str:
 def candidates(storage: Storage, root: str) -> list[Found]:
     """Return the checkpoints from which a run can resume, best first.
 
-    The order is that of ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
+    The order is the same as in ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
 
     Raises:
         StorageError: The root cannot be read.
@@ -112,7 +112,8 @@ def candidates(storage: Storage, root: str) -> list[Found]:
             missing, found = error, []
         if found:
             return found
-        # A checkpoint that a save or a prune renames or removes meanwhile is not seen: a run would begin anew.
+        # A checkpoint that a save or a prune renames or removes meanwhile might be missed, and the run would start from
+        # scratch.
         storage.refresh([])
         if missing is None and _entries(storage, root) == before:
             return []
@@ -163,7 +164,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
     """Return the checkpoints to try, best first.
 
     Raises:
-        CkptError: The root cannot be read, or holds no checkpoint of that tag.
+        CkptError: The root cannot be read, or contains no checkpoint of that tag.
     """
     storage.refresh([])
     if storage.exists(root) and not storage.is_dir(root):

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 REPORTED = "Ray Train's snapshot lists it"
 """Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
 GRACE = 3600.0
-"""Default of ``grace``: seconds after which what a killed save left is removed."""
+"""Default of ``grace``: age in seconds at which leftovers of a killed save are deleted."""
 RULES = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every", "torn")
-"""Parameters of which at least one must be given."""
+"""Parameters; at least one must be given."""
 THIN_DTYPES = ("bf16", "fp32")
 """Types of the weights of thin checkpoints."""
 
@@ -40,14 +40,14 @@ class Decision:
     reason: str
     """The rules that keep it, or a note that no rule does."""
     thin: str | None = None
-    """Type of the weights ("bf16", "fp32") if the optimizer states go and the weights stay; None if nothing changes."""
+    """Type of the weights ("bf16", "fp32") if only the optimizer states are removed; None if nothing changes."""
     freed: int = 0
-    """Bytes that go: all of a removed checkpoint. ``prune`` fills in those of a checkpoint to thin."""
+    """Removed bytes: all of a removed checkpoint. ``prune`` fills in the number for a checkpoint to thin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Retention rules; a checkpoint stays whole if any rule keeps it.
+    """Retention rules; a checkpoint is kept whole if any rule keeps it.
 
     Raises:
         ArgumentError: No rule is given, or one is malformed.
@@ -63,7 +63,7 @@ class Rules:
     age: float | str | None = None
     """Keep checkpoints younger than this: seconds, or a text like "7d"."""
     thin: str | None = None
-    """Type of the weights that stay of a checkpoint that no rule keeps. None: bf16 with ``thin_every``, or nothing."""
+    """Type of the weights to keep of a checkpoint that no rule keeps. None: bf16 with ``thin_every``, or nothing."""
     thin_every: int | None = None
     """Thin only those whose step is a multiple of this, and remove the others."""
     torn: bool = False
@@ -100,7 +100,7 @@ class Rules:
 
     @property
     def only_torn(self) -> bool:
-        """Whether whole checkpoints are left alone."""
+        """Whether the rules do not affect whole checkpoints."""
         return self._keeps_none and self.weights is None
 
 
@@ -109,8 +109,9 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
 
     The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
     the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, the best of a trainer's
-    run, pinned ones, links, and what any link below the root leads to. Incomplete checkpoints stay, because a save may
-    still write them, unless ``rules.torn`` is set. Thin checkpoints stay, unless ``rules.thin_every`` says which do.
+    run, pinned ones, links, and targets of any link below the root. They keep incomplete checkpoints, because a save
+    may still write them, unless ``rules.torn`` is set. They keep thin checkpoints, unless ``rules.thin_every`` selects
+    some.
 
     Args:
         entries: The checkpoints.
@@ -149,7 +150,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
 
 
 def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) -> Decision:
-    """Keep a checkpoint whole that a link leads into: another one, or one that a user has put together, needs it."""
+    """Keep the target of a link whole: another checkpoint, or one that a user has assembled, needs it."""
     if decision.keep and decision.thin is None:
         return decision
     if (name := link_into(links, root, decision.entry.path)) is None:
@@ -178,7 +179,7 @@ def _dated(entry: CatalogEntry, rules: Rules, now: float) -> list[str]:
 
 
 def _is_thinned(entry: CatalogEntry, rules: Rules) -> bool:
-    """Return whether the weights of a checkpoint stay that no rule keeps whole."""
+    """Return whether to keep the weights of a checkpoint that no rule keeps whole."""
     step = entry.order[0]
     return rules.weights is not None and (rules.thin_every is None or (step >= 0 and step % rules.thin_every == 0))
 
@@ -214,7 +215,7 @@ def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, no
 
 
 def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
-    """Decide about a checkpoint that is not whole; it goes only if nothing suggests that a save still writes it."""
+    """Decide about a checkpoint that is not whole; remove it only if no save seems to write it."""
     if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
     stays = f"torn, or being saved: {entry.problem}"

@@ -2,8 +2,8 @@
 
 1. A marker (``THINNING``) claims the directory; it names the files to write and those to remove.
 2. The files of the thin checkpoint are written beside the old ones, durably. Readers ignore them: the manifest, or
-   DeepSpeed's files alone, still describe the whole checkpoint.
-3. They are read back, and the digest of the weights is compared with that of the source cast to their type.
+   only DeepSpeed's files, still describe the whole checkpoint.
+3. They are read back, and the digest of the weights is compared with the digest of the source cast to their type.
 4. The manifest is replaced in one operation. **That is the commit**: before it the checkpoint is whole, from then on it
    is thin. The old manifest must not have changed meanwhile.
 5. The old files are removed, then the marker.
@@ -59,7 +59,7 @@ MAX_MARK_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinOptions:
-    """How to thin checkpoints."""
+    """Options of thinning."""
 
     dtype: str
     """Type of the weights: "bf16" or "fp32"."""
@@ -75,7 +75,7 @@ class ThinOptions:
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """A checkpoint that can be thinned, and what that would write."""
+    """A checkpoint that can be thinned, and the files to write."""
 
     checkpoint: Checkpoint
     """The checkpoint."""
@@ -90,10 +90,10 @@ class Thinning:
         return sum(old[name] for name in old_files(self.checkpoint, old)) - self.plan.nbytes
 
     def check_names(self, storage: Storage) -> None:
-        """Check that no file of a user has the name of one to write; leftovers of a killed replacement may.
+        """Check that no file of a user has the name of one to write; leftovers of a killed replacement are allowed.
 
         Raises:
-            CkptError: One has.
+            CkptError: A file has.
         """
         directory = self.checkpoint.location
         leftovers = _read_mark(storage, directory).get("files", ())
@@ -112,8 +112,8 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
         options: Type of the weights, and the key.
 
     Raises:
-        CkptError: The checkpoint is damaged, is no native ZeRO checkpoint, or is signed with another key or without the
-            key.
+        CkptError: The checkpoint is damaged, is not a native ZeRO checkpoint, or is signed with another key or without
+            the key.
     """
     checkpoint = open_checkpoint(path, storage=storage)
     if is_commit(storage, checkpoint.location):
@@ -124,14 +124,14 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
         if signed:
             checkpoint = open_whole(storage, checkpoint.location, key=options.key)
     if is_linked(storage, path, checkpoint.location):
-        raise PlanError(checkpoint.location, "is reached through a link", "thin the checkpoint that it leads to")
+        raise PlanError(checkpoint.location, "is reached through a link", "thin the target of the link")
     if checkpoint.stage is None:
         raise PlanError(checkpoint.location, "is not a native ZeRO checkpoint", "only those are thinned")
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
 
 
 def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
-    """Return the files of a whole checkpoint among the names in its directory; files of users are none of them."""
+    """Return the files of a whole checkpoint among the names in its directory; files of users are not included."""
     own = {file.name for file in checkpoint.files if file.directory is None}
     return [n for n in names if n in own or parse_name(posixpath.basename(n)) or is_rank_state(n)]
 
@@ -150,7 +150,7 @@ def thin(
     Raises:
         TakenError: Another process thins it or saves there.
         CkptError: It cannot be read, or the thin files cannot be written or differ. The checkpoint is as it was, unless
-            only the removal of old files failed: the next ``recover`` goes on with that.
+            only the removal of old files failed: the next ``recover`` continues it.
     """
     return _Work(storage, thinning, options, advance).run()
 
@@ -193,7 +193,7 @@ class _Work:
                 digest = same_weights(self.checkpoint, selected, written, self.options.jobs)
                 self._commit(replace(manifest, files=sums, thin=self.options.dtype), names)
             except BaseException:
-                # The answer to the commit may be lost: the manifest decides which files go.
+                # The answer to the commit may be lost: the manifest decides which files to remove.
                 with contextlib.suppress(CkptError):
                     self._check_ours()
                     _finish(storage, directory, _read_mark(storage, directory))
@@ -221,7 +221,7 @@ class _Work:
     def _check_space(self) -> None:
         needed, free = int(SPACE_FACTOR * self.thinning.plan.nbytes), self.storage.free_bytes(self.directory)
         if free is not None and free < needed:
-            problem = f"needs {needed:,} bytes for its weights before the old files go, but only {free:,} are free"
+            problem = f"needs {needed:,} bytes for its weights before it frees any, but only {free:,} are free"
             raise StorageError(self.directory, problem, "free some space, or remove a checkpoint first")
 
     def _claim(self, old: list[str]) -> None:
@@ -233,7 +233,7 @@ class _Work:
         """Check that the marker is still ours: not if a save has replaced the checkpoint meanwhile.
 
         Raises:
-            TakenError: It is not.
+            TakenError: Another process has taken it.
         """
         self.storage.refresh([])
         if _read_mark(self.storage, self.directory).get("key") != self.token:
@@ -262,7 +262,7 @@ class _Work:
     def _read_back(self, written: Mapping[str, Checksums]) -> dict[str, Checksums]:
         """Compare the written files with their checksums; return these, with SHA-256 for a signature.
 
-        The values of weights are compared otherwise.
+        The values of weights are compared by their digest.
 
         Raises:
             CkptError: A file differs.
@@ -320,7 +320,7 @@ class _Beside:
 
 
 class _HashedFile(Writer):
-    """A file with the checksums of what is written to it."""
+    """A file that computes the checksums of written bytes."""
 
     def __init__(self, file: TargetFile, writer: Writer) -> None:
         self.name = file.name

@@ -82,7 +82,7 @@ def main() -> None:
 def _open_closed_streams() -> None:
     """Open /dev/null as each standard stream that is closed (``>&-``).
 
-    The next file that is opened, perhaps an output, would get its number, and what libraries print.
+    Otherwise the next opened file, perhaps an output, would get its number, and libraries would print into it.
     """
     for number in range(3):
         try:

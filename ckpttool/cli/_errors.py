@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 FAILED = 3
-"""Exit code of a failure: 1 says that ``diff`` found a difference, or ``verify`` damage."""
+"""Exit code of a failure: 1 means that ``diff`` found a difference, or ``verify`` damage."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as in shells."""
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")

@@ -44,11 +44,11 @@ class _Piece:
     nbytes: int
     """Bytes of its elements."""
     padding: int
-    """Bytes of padding behind them."""
+    """Bytes of padding after them."""
 
 
 def print_map(checkpoint: Checkpoint) -> None:
-    """Draw which layers each rank holds, by state; states with one layout are drawn once."""
+    """Draw which layers each rank stores, by state; states with one layout are drawn once."""
     told = layout(checkpoint)
     print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
     colored, width = is_colored(), terminal_width() or PLAIN_WIDTH
@@ -88,7 +88,7 @@ def _state_title(told: dict[str, Any], number: int, state: str) -> str:
 
 
 def _held(told: dict[str, Any], state: int) -> tuple[list[tuple[str, list[_Piece]]], int]:
-    """Return the label and the extents of ranks that hold a state, and the number of all such ranks."""
+    """Return the label and the extents of ranks that have a state, and the number of all such ranks."""
     rows, layer = told["rows"], told["tensors"]["layer"]
     mine = [i for i, held in enumerate(rows["state"]) if held == state]
     reached = {rows["file"][i] + k * rows["file_step"][i] for i in mine for k in range(rows["count"][i])}
@@ -109,7 +109,7 @@ def _held(told: dict[str, Any], state: int) -> tuple[list[tuple[str, list[_Piece
 
 
 def _rows_in(rows: dict[str, list[int]], i: int, files: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (number within the row, file) of the extents of a row that lie in some files."""
+    """Return (number within the row, file) of the extents of a row in some files."""
     first, count, step = rows["file"][i], rows["count"][i], rows["file_step"][i]
     if count == 1 or step == 0:
         return [(k, first) for k in range(count)] if first in files else []
@@ -135,7 +135,7 @@ def _print_lines(lines: list[tuple[str, list[_Piece]]], layers: int, width: int,
 
 
 def _cells(pieces: list[_Piece], longest: int, room: int) -> list[int | None]:
-    """Return for each column the layer that has most of its bytes, or -1 for padding; None behind the last byte."""
+    """Return for each column the layer that has most of its bytes, or -1 for padding; None after the last byte."""
     if not longest:
         return []
     share: list[dict[int, float]] = [{} for _ in range(room)]

@@ -152,7 +152,7 @@ html_option = click.option(
     "--html", metavar="FILE", help="Write a self-contained HTML page (- for stdout); replaces an earlier page."
 )
 dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Print the planned files and what the run needs, and write nothing."
+    "--dry-run", is_flag=True, help="Print the planned files and the needed space and memory, and write nothing."
 )
 prove_option = click.option(
     "--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal."

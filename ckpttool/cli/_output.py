@@ -29,7 +29,7 @@ SECONDS_BETWEEN_LINES = 60.0
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; 0 where the output is none."""
+    """Return the columns of the terminal; 0 if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
@@ -72,7 +72,7 @@ def print_line(text: str, *, color: str | None = None) -> None:
 
 def print_json(data: Any) -> None:
     """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
-    import json  # tables need none
+    import json  # tables do not need it
 
     from ckpttool.analysis.json_report import as_plain
 

@@ -79,7 +79,7 @@ def print_cp_report(report: CpReport) -> None:
 
 
 def _summary(written: Written, contents: str) -> str:
-    """Return the line that says what was done, how long it took, and how many bytes were written and read."""
+    """Return the line with the output, the duration, and the bytes written and read."""
     verb = "would write" if written.dry_run else "wrote"
     if written.there:
         verb = "was there already, nothing was written:"
@@ -106,7 +106,7 @@ def _print_weights(report: ConsolidateReport | AverageReport) -> None:
 
 
 def _print_remarks(written: Written, notes: Sequence[str]) -> None:
-    """Print the digest, the notes, the comparisons with checksums, and what a dry run found a run to need."""
+    """Print the digest, the notes, the comparisons with checksums, and, for a dry run, the needed space and memory."""
     if written.digest is not None:
         print_line(f"{written.digest} (source and output match)", color="green")
     for note in notes:
@@ -223,16 +223,16 @@ def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
     print_line(f"{gone} of {len(decisions)} {would}removed{also}, {freed} freed")
     if thinned and dry_run:
         print_line(
-            "note: a dry run reads no tensors: a checkpoint whose values are damaged stays whole", color="yellow"
+            "note: a dry run reads no tensors: a checkpoint whose values are damaged is kept whole", color="yellow"
         )
 
 
 def _verb(decision: Decision, *, dry_run: bool) -> str:
     if not decision.keep:
-        return "would go" if dry_run else "removed"
+        return "would be removed" if dry_run else "removed"
     if decision.thin is not None:
         return f"{'would be thin' if dry_run else 'thinned'}, {decision.thin}"
-    return "stays"
+    return "kept"
 
 
 def print_diff_report(report: DiffReport) -> None:
@@ -309,7 +309,7 @@ def _sketch(stats: TensorStats) -> str:
 
 
 def _depth(report: VerifyReport) -> str:
-    """Return what of a checkpoint was compared, and what was not."""
+    """Return which parts of a checkpoint were compared."""
     if not report.deep:
         return "structure and samples; --deep reads every byte"
     compared, without = report.records_checked, report.records_unrecorded
@@ -335,9 +335,7 @@ def print_verify_report(report: VerifyReport) -> None:
     print_line(line, color="red" if count else "green" if compared else "yellow")
     if report.unplaced:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
-        problem = (
-            f"{len(report.unplaced)} files do not identify their rank or parameter ({shown}), and there is no manifest"
-        )
+        problem = f"{len(report.unplaced)} files do not identify their rank or parameter ({shown}) without a manifest"
         print_line(f"note: {problem}: two of one shape that were swapped would not be noticed")
 
 
@@ -345,7 +343,7 @@ def print_checkpoint_json(checkpoint: Checkpoint, name: str | None) -> None:
     """Print everything except extents, or one parameter with its extents.
 
     Raises:
-        PlanError: There is no parameter of that name.
+        PlanError: No parameter has that name.
     """
     print_json(_parameter(checkpoint, name) if name is not None else describe(checkpoint))
 

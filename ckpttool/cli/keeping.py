@@ -71,7 +71,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 
     if not given["torn"] and all(given[rule] is None for rule in options.RETENTION):
         flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in options.RETENTION)
-        raise click.UsageError(f"give a rule for what to keep: {flags}; or --torn")
+        raise click.UsageError(f"give a retention rule: {flags}; or --torn")
     if html is not None and not given["dry_run"]:
         raise click.UsageError("--html is for --dry-run")
     if given["keep_best"] is not None:

@@ -177,7 +177,7 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
     "--to",
     type=click.Choice(["safetensors", "zero"]),
     required=True,
-    help="Weights alone, or a checkpoint with the optimizer of the newest SRC.",
+    help="Only weights, or a checkpoint with the optimizer of the newest SRC.",
 )
 @click.option(
     "--weights",
@@ -194,7 +194,7 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
 @click.option(
     "--schedule",
     type=click.Choice(["constant", "linear", "cosine", "1-sqrt"]),
-    help="Weights that stand for this decay of the learning rate (WSM), the oldest SRC first.",
+    help="Weights equivalent to this decay of the learning rate (WSM), the oldest SRC first.",
 )
 @click.option("--accumulate", type=click.Choice(["fp32", "fp64"]), help="dtype to compute in.  [default: fp32]")
 @options.tag_option

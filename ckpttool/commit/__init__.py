@@ -1,4 +1,4 @@
-"""Read and check the files that tell committed checkpoints from unfinished saves: manifests and markers."""
+"""Read and check the files that distinguish committed checkpoints from unfinished saves: manifests and markers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def is_commit(storage: Storage, directory: str) -> bool:
-    """Return whether a directory has a manifest, is not half removed, and is no copy that is still being written."""
+    """Return whether a directory has a manifest, and is neither half removed nor a copy that is still being written."""
     if not has_manifest(storage, directory) or is_half_removed(storage, directory):
         return False
     listed = read_mark(storage, directory).get("files")
@@ -35,13 +35,13 @@ def is_commit(storage: Storage, directory: str) -> bool:
 def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, Any]:
     """Return the fields of a directory's marker, by default the in-progress one; empty without a readable marker.
 
-    The marker of a save has the field "machine", and the manifest commits the save while the marker is there. That of
-    a command's output has the field "over", and what it lists is not committed before it is removed.
+    The marker of a save has the field "machine", and the manifest commits the save while the marker is there. The
+    marker of a command's output has the field "over", and the output is not committed before the marker is removed.
     """
     path = posixpath.join(directory, name)
     if not storage.exists(path):
         return {}
-    import json  # ``inspect`` does without
+    import json  # ``inspect`` does not need it
 
     try:
         with storage.open(path) as reader:  # it may name all files: it may be larger than a text file

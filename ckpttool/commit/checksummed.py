@@ -186,7 +186,7 @@ class ChecksummedReader(WrappedReader):
         return (min(start, wanted[0].start), max(end, wanted[-1].end)) if wanted else (start, end)
 
     def check(self, start: int, data: bytes | memoryview) -> None:
-        """Check all records that lie completely in ``data``, which begins at byte ``start``.
+        """Check all records that are completely in ``data``, which begins at byte ``start``.
 
         Raises:
             ChecksumError: A record does not match its checksum.

@@ -235,7 +235,7 @@ def _provenance(found: Any) -> dict[str, Any]:
         ValueError: A field has another type.
     """
     if not isinstance(found, Mapping):
-        raise ValueError("not a mapping")  # noqa: TRY004  the caller reports what is no manifest
+        raise ValueError("not a mapping")  # noqa: TRY004  the caller reports files that are not manifests
     result: dict[str, Any] = {}
     if REVISION in found:
         result[REVISION] = str(found[REVISION])
@@ -269,7 +269,7 @@ def _checksums(values: Mapping[str, Any]) -> Checksums:
     if directory is not None:
         start, crc = map(int, directory)
         if not (0 <= start <= nbytes and 0 <= crc < 1 << 32):
-            raise ValueError("the directory lies outside its file")
+            raise ValueError("the directory is outside its file")
         directory = start, crc
     digests = base64.b64decode(values.get("sha256", ""), validate=True)
     if digests and len(digests) != 32 * count:

@@ -1,6 +1,6 @@
 """Read and write marks beside a checkpoint's files: the in-progress marker of a save, and pins.
 
-The marker also tells whether its save still runs. ``state_of`` tells whether any file of a directory, marks included,
+The marker also shows whether its save still runs. ``state_of`` detects whether any file of a directory, marks included,
 has changed since a decision to remove or thin it.
 
 Source: Linux, proc(5): ``boot_id``, ``/proc/PID/stat`` and ``/proc/PID/ns``.
@@ -62,8 +62,8 @@ def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
 def state_of(storage: Storage, path: str) -> str:
     """Return a text that changes when a file below a path is written or removed, as by a save, a pin or a marker.
 
-    What decides about a checkpoint takes it first, and compares it before it changes the checkpoint: meanwhile a run
-    may have saved the same tag again.
+    A caller takes it before it decides about a checkpoint, and compares it before it changes the checkpoint, because a
+    run may have saved the same tag again meanwhile.
 
     Raises:
         StorageError: A directory cannot be listed.
@@ -75,7 +75,7 @@ def state_of(storage: Storage, path: str) -> str:
 def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield the marks of a checkpoint at a path: directory and name of each file whose name has the prefix.
 
-    The checkpoint may lie at any depth: Ray Train and trainers nest their directories.
+    The checkpoint may be at any depth: Ray Train and trainers nest their directories.
     """
     return ((directory, e.name) for directory, e in own_files(storage, path) if e.name.startswith(prefix))
 
@@ -89,8 +89,8 @@ def unfinished_below(storage: Storage, path: str) -> list[str]:
 def is_unfinished(storage: Storage, directory: str) -> bool:
     """Return whether a save into a directory has begun and is not committed.
 
-    A directory into which a command writes is no unfinished save: it may hold other files, and only that command knows
-    which are its own.
+    A directory into which a command writes is not an unfinished save: it may contain other files, and only that command
+    knows which are its own.
     """
     names = {entry.name for entry in storage.listing(directory)}
     # A save writes the marker first: killed at that moment, it leaves only incomplete markers.
@@ -164,7 +164,7 @@ UNREADABLE = Pin("", 0.0, "its pin cannot be read")
 def find_pin(storage: Storage, path: str) -> Pin | None:
     """Return the pin of a checkpoint, in its directory or at any depth below it; None without one.
 
-    Whatever has the name of a pin is one, such as a directory or a link that leads nowhere.
+    Any entry with the name of a pin counts as a pin, such as a directory or a dangling link.
 
     Raises:
         StorageError: The directory cannot be listed.

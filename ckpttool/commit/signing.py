@@ -46,7 +46,7 @@ def read_key(given: Key | None) -> bytes | None:
                     where, f"cannot be read as a key: {error.strerror}", "pass a file or env:NAME"
                 ) from None
     if len(key) < MIN_KEY_BYTES:
-        problem = f"holds a key of {len(key)} bytes, fewer than the {MIN_KEY_BYTES} that are safe"
+        problem = f"contains a key of {len(key)} bytes, fewer than the {MIN_KEY_BYTES} that are safe"
         raise PlanError(where, problem, "make one with: openssl rand -hex 32")
     return key
 

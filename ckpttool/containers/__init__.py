@@ -1,1 +1,1 @@
-"""Byte containers, parsed and built without torch; they know nothing of checkpoints."""
+"""Byte containers, parsed and built without torch; they do not know about checkpoints."""

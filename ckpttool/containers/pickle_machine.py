@@ -36,8 +36,8 @@ class Machine:
     """The state of one pickle being read.
 
     Args:
-        data: Bytes that hold the pickle.
-        start: Where the pickle begins in ``data``.
+        data: Bytes that contain the pickle.
+        start: Offset of the pickle in ``data``.
         memory: Bytes of memory that the pickle may take.
     """
 
@@ -60,7 +60,7 @@ class Machine:
         self.stack: list[Any] = []
         """The values above the topmost mark."""
         self.below: list[list[Any]] = []
-        """One list of values for each mark: those below it."""
+        """One list for each mark: the values below it."""
         self.memo: dict[int, Any] = {}
         self.memory_left = self.memory = memory
         self.globals: dict[tuple[str, str], Opaque | TorchDType] = {}
@@ -69,7 +69,7 @@ class Machine:
         """Keys whose hash an attacker can choose, by hash."""
 
     def charge(self, nbytes: int) -> None:
-        """Charge ``nbytes`` of memory to the pickle; refuse it when none is left."""
+        """Charge ``nbytes`` of memory to the pickle; refuse it if the budget is exceeded."""
         self.memory_left -= nbytes
         if self.memory_left < 0:
             raise RefusedError(f"reading it may take more than {self.memory:,} bytes of memory")
@@ -113,7 +113,7 @@ class Machine:
     # ------------------------------------------------------------------------------------------- names and keys
 
     def find(self, module: str, name: str) -> Opaque | TorchDType:
-        """Return the object that stands for a class or function: one for each name, so that it can be a key."""
+        """Return the object for a class or function: one for each name, so that it can be a key."""
         found = self.globals.get((module, name))
         if found is None:
             for part in (module, name):
@@ -139,7 +139,7 @@ class Machine:
             same = self.same_hash.setdefault(hash(key), set())
             same.add(key)
             if len(same) > MAX_SAME_HASH:
-                raise RefusedError("keys chosen so that all have one hash")
+                raise RefusedError("too many keys with one hash")
 
 
 def _count_values(key: Any, left: int) -> int:

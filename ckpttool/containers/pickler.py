@@ -1,7 +1,7 @@
 """Write a pickle from data with tensor references and Opaque objects, without importing the classes that it names.
 
-Objects that were shared stay shared, cycles included, and the same data gives the same bytes. Where the data allows,
-only opcodes that ``torch.load(weights_only=True)`` accepts are written (protocol 2).
+Shared objects and cycles are preserved, and the same data gives the same bytes. Where the data allows, only opcodes
+that ``torch.load(weights_only=True)`` accepts are written (protocol 2).
 
 Source: CPython, Lib/pickle.py (protocol 2, and how it closes cycles through tuples); torch 2.13,
 torch/_weights_only_unpickler.py (the opcodes it knows) and torch/serialization.py (``persistent_id``).
@@ -32,10 +32,10 @@ def pickle(value: Any, *, path: str) -> bytes:
 
     Args:
         value: Plain data, Size, TorchDType, StorageRef, TensorRef and Opaque, nested at will.
-        path: What to call the file in errors.
+        path: Name of the file in errors.
 
     Raises:
-        PlanError: It holds something else or is nested too deeply.
+        PlanError: The value contains something else or is nested too deeply.
     """
     writer = _PickleWriter(path)
     writer.out += b"\x80\x02"

@@ -52,7 +52,7 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
     """Read the header.
 
     Returns:
-        Each tensor and where it lies (counted from the start of the file) by name, and the metadata.
+        Each tensor and its byte range (counted from the start of the file) by name, and the metadata.
 
     Raises:
         ContainerError: The header is cut off or does not describe the file exactly.
@@ -82,7 +82,7 @@ def build(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes
     Wider types come first, as the library itself writes them, so that every tensor is aligned to its type.
 
     Returns:
-        The header's bytes, and where each tensor goes, counted from the start of the file.
+        The header's bytes, and the byte range of each tensor, counted from the start of the file.
     """
     ordered = sorted(tensors, key=lambda t: -itemsize(t.dtype))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -108,7 +108,7 @@ def _metadata(value: Any) -> dict[str, str]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return result
 
 

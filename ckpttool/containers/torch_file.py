@@ -63,7 +63,7 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
         position = start + ref.nbytes
         ranges[key] = ByteRange(start, position)
     if reader.remote:
-        counts = counts[-1:]  # it is where it should be only if all before it have the lengths that they should
+        counts = counts[-1:]  # its position is right only if all earlier ones have the right lengths
     for (key, _, expected), data in zip(counts, reader.read_many([where for _, where, _ in counts]), strict=True):
         (numel,) = _NUMEL.unpack(data)
         if numel != expected:
@@ -104,7 +104,7 @@ def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickle
 
 
 MAX_PICKLE_BYTES = 1 << 27
-"""Largest pickle: it holds no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
+"""Largest pickle: it contains no tensor bytes, and reading one byte of it may take a hundred bytes of memory."""
 
 _HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 
@@ -149,8 +149,8 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
 
     Args:
         reader: The file.
-        known: Pickles already read. The ranks of one save write mostly the same bytes, and the structure of equal
-            pickles is one object.
+        known: Pickles already read. The ranks of one save mostly write the same bytes; equal pickles share one
+            structure.
 
     Raises:
         ContainerError: The file is something else, is damaged, or is hostile.
@@ -160,7 +160,7 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     if reader.nbytes == 0:
         raise TruncatedError(reader.path, "is empty", "restore it from a copy, or use another tag")
     if reader.remote:
-        # The end holds the directory; the beginning is read only if there is none.
+        # The end contains the directory; the beginning is read only if there is none.
         try:
             return _read_zip(reader, {} if known is None else known)
         except ContainerError:
@@ -220,4 +220,4 @@ def _check_byte_order(reader: RangeReader, record: Record | None) -> None:
     if order == b"big":
         raise ContainerError(reader.path, "was written on a big-endian machine", "convert it there first")
     if order != b"little":
-        raise ContainerError(reader.path, "does not say its byte order", _HINT)
+        raise ContainerError(reader.path, "does not record its byte order", _HINT)

@@ -1,4 +1,4 @@
-"""Rebuilders: the data that a call in a pickle stands for, without the call.
+"""Rebuilders: the data that a call in a pickle would return, without the call.
 
 Each function is named after the function of torch or Python that it stands in for. It returns None to leave the call as
 an Opaque.
@@ -29,14 +29,14 @@ MAX_DIMENSIONS = 64
 
 
 def rebuild_storage(m: Machine, pid: Any) -> StorageRef | Opaque:
-    """Return what a persistent id stands for: a storage, or the class of a module that was saved with its source.
+    """Return the object of a persistent id: a storage, or the class of a module that was saved with its source.
 
     Source: torch 2.13, torch/serialization.py (``persistent_id``, in ``_save`` and in ``_legacy_save``).
     """
     if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Opaque):
         return pid[1]
     if not isinstance(pid, tuple) or len(pid) not in {5, 6} or pid[0] != "storage":
-        raise RefusedError("a persistent id that is no storage")
+        raise RefusedError("a persistent id that is not a storage")
     _, cls, key, location, numel = pid[:5]
     if not isinstance(cls, Opaque) or cls.how != "global" or cls.module not in {"torch", "torch.storage", "torch.cuda"}:
         raise RefusedError("a storage of no known class")
@@ -134,7 +134,7 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Tensor
     if not (isinstance(function, Opaque) and isinstance(cls, Opaque) and isinstance(args, tuple)):
         return None
     rebuild = TENSOR_REBUILDERS.get((function.module, function.name))
-    # Never through itself: hostile nesting of this very call would go as deep as it likes.
+    # Never through itself: hostile nesting of this call would recurse without limit.
     if rebuild is None or rebuild is _rebuild_from_type or (cls.module, cls.name) not in _TENSOR_CLASSES:
         return None
     made = rebuild(*args)
@@ -203,7 +203,7 @@ def _rebuild_complex(_: Machine, real: Any = 0.0, imaginary: Any = 0.0) -> compl
 
 
 def _rebuild_attribute(m: Machine, owner: Any = None, name: Any = None, *more: Any) -> Opaque | TorchDType | None:
-    """Up to protocol 3 there is no other way to name a class within a class."""
+    """Protocols up to 3 can name a nested class only in this way."""
     if not isinstance(owner, Opaque) or owner.how != "global" or not isinstance(name, str) or more:
         return None
     if len(name) > MAX_NAME:

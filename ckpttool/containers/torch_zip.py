@@ -56,14 +56,14 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     """Find every record of an archive, by name, in the order of the central directory.
 
     Raises:
-        ContainerError: The archive is cut off, damaged, compressed or encrypted, a record lies outside the file, or two
+        ContainerError: The archive is cut off, damaged, compressed or encrypted, a record is outside the file, or two
             overlap or share a name.
         StorageError: The file cannot be read.
     """
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
     starts = _inferred_starts(entries, directory.start) if reader.remote else {}
-    # The central directory does not tell the length of a local header: its extra field differs there.
+    # The central directory does not contain the length of a local header: its extra field may differ.
     unknown = [e for e in entries if e.header not in starts]
     headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in unknown])
     starts |= {e.header: _payload_start(reader, e, header) for e, header in zip(unknown, headers, strict=True)}
@@ -74,7 +74,7 @@ def parse(reader: RangeReader) -> dict[str, Record]:
         if start + entry.nbytes > directory.start:
             raise ContainerError(reader.path, f"zip record {brief(entry.name)} reaches beyond the data", _DAMAGED_HINT)
         if entry.name in records:
-            raise ContainerError(reader.path, f"zip record {brief(entry.name)} is there twice", _FOREIGN_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(entry.name)} occurs twice", _FOREIGN_HINT)
         records[entry.name] = Record(entry.name, ByteRange(start, start + entry.nbytes), entry.crc32)
         spans.append((entry.header, start + entry.nbytes, entry.name))
     spans.sort()
@@ -87,7 +87,7 @@ def parse(reader: RangeReader) -> dict[str, Record]:
 
 
 def directory_start(reader: RangeReader) -> int:
-    """The first byte of an archive's central directory, which with what follows it ends the file.
+    """Return the offset of the central directory, the last structure of an archive.
 
     Raises:
         ContainerError: The archive is cut off or damaged.
@@ -120,11 +120,11 @@ def _payload_start(reader: RangeReader, entry: _DirectoryEntry, header: bytes) -
 
 
 def _inferred_starts(entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
-    """Where payloads begin, by the place of their local header, without a round trip for each of these.
+    """Return where payloads begin, by the place of their local header, without a round trip for each header.
 
     A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
-    multiple of 64 with a fill shorter than that. What does not fit both in exactly one way is left out. So is the first
-    record: its header is the beginning of the file, which must be seen to be an archive.
+    multiple of 64 with a fill shorter than that. Payloads that do not fit both in exactly one way are left out. So is
+    the first record: its header begins the file, and must be read to check that the file is an archive.
     """
     starts: dict[int, int] = {}
     ordered = sorted(entries, key=lambda e: e.header)
@@ -141,7 +141,7 @@ def _inferred_starts(entries: list[_DirectoryEntry], end: int) -> dict[int, int]
 
 
 def bytes_with_crc(crc32: int) -> bytes:
-    """The only four bytes with a given CRC-32: a number can be known without reading it."""
+    """The only four bytes with a given CRC-32: a number can be derived without reading it."""
     remainder = crc32 ^ _MAX32
     for _ in range(4):
         index = _CRC_INDEX[remainder >> 24]
@@ -184,7 +184,7 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
     if end64 is not None:  # torch always writes it, in small files too
         start, nbytes, count, limit = end64
     if start + nbytes > limit or count * _CENTRAL.size > nbytes:
-        raise ContainerError(reader.path, "the zip directory is said to lie outside the file", _DAMAGED_HINT)
+        raise ContainerError(reader.path, "the zip directory is recorded outside the file", _DAMAGED_HINT)
     if nbytes > MAX_DIRECTORY_BYTES:
         problem = f"the zip directory is larger than {MAX_DIRECTORY_BYTES:,} bytes"
         raise ContainerError(reader.path, problem, _FOREIGN_HINT)
@@ -232,7 +232,7 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[
         if name.startswith("/") or ".." in name.split("/"):
             raise ContainerError(reader.path, f"zip record {brief(name)} points outside the archive", _FOREIGN_HINT)
         if header + _LOCAL.size + len(raw_name) > where.start:
-            raise ContainerError(reader.path, f"zip record {brief(name)} lies outside the file", _DAMAGED_HINT)
+            raise ContainerError(reader.path, f"zip record {brief(name)} is outside the file", _DAMAGED_HINT)
         entries.append(_DirectoryEntry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
         at = following
     if at != len(data):
@@ -284,7 +284,7 @@ def build(
         pickled: ``data.pkl``.
         sizes: Bytes of each storage, by key, in the order they are to be stored.
         prefix: First component of every record name; torch uses the file name without its extension.
-        path: What to call the file in errors.
+        path: Name of the file in errors.
         crc32: CRC-32 of payloads where known; the others are recorded as 0, "not computed", as torch itself does after
             ``torch.serialization.set_crc32_options(False)``.
 

@@ -4,7 +4,7 @@ It knows every opcode of protocols 0 to 5 that ``torch.save`` and ordinary Pytho
 data, torch's tensors and storages become references, any other class becomes an inert Opaque. The machine imports and
 calls nothing: it only compares names in the pickle with the names in ``torch_rebuild``.
 
-Every pickle is treated as hostile. Time and memory stay in proportion to its length:
+Every pickle is treated as hostile. Time and memory are in proportion to its length:
 
 * each opcode is charged for the memory it may take, and the sum is bounded;
 * operations that copy or hash the same data repeatedly (a call, a key) are charged or bounded by size;
@@ -149,7 +149,7 @@ def _old_string_line(m: Machine) -> None:
 
 
 def _decode_old(raw: bytes) -> str:
-    """Python 2's str may be text or bytes: take it for text as ``torch.load`` does, and lose nothing if it is not."""
+    """Python 2's str may be text or bytes: read it as text as ``torch.load`` does, without loss if it is bytes."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -245,7 +245,7 @@ def _append_items(target: Any, values: list[Any]) -> None:
     elif isinstance(target, Opaque) and target.how != "global":
         target.appended.extend(values)
     else:
-        raise RefusedError("values appended to what is no list")
+        raise RefusedError("values appended to something other than a list")
 
 
 def _set_item(m: Machine) -> None:
@@ -269,14 +269,14 @@ def _set_items(m: Machine, target: Any, values: list[Any]) -> None:
         m.charge(40 * len(values))
         target.items.extend(pairs)
     else:
-        raise RefusedError("items stored into what is no dict")
+        raise RefusedError("items stored into something other than a dict")
 
 
 def _add_items(m: Machine) -> None:
     values = m.pop_to_mark()
     target = m.stack[-1]
     if not isinstance(target, set):
-        raise RefusedError("items added to what is no set")
+        raise RefusedError("items added to something other than a set")
     m.check_keys(values)
     target.update(values)
 
@@ -330,7 +330,7 @@ def _stack_global(m: Machine) -> None:
 def _reduce(m: Machine) -> None:
     args, function = m.stack.pop(), m.stack.pop()
     if not isinstance(args, tuple) or not isinstance(function, Opaque):
-        raise RefusedError("a call of what is no function")
+        raise RefusedError("a call of something other than a function")
     value: Any = None
     if function.how != "global":
         value = Opaque(function.module, function.name, "call", args)
@@ -359,7 +359,7 @@ def _new_object(cls: Any, args: Any, kwargs: Any) -> OrderedDict | Opaque:
         or not isinstance(cls, Opaque)
         or cls.how != "global"
     ):
-        raise RefusedError("an object of what is no class")
+        raise RefusedError("an object of something other than a class")
     if (cls.module, cls.name) == ("collections", "OrderedDict") and not args and not kwargs:
         return OrderedDict()
     made = Opaque(cls.module, cls.name, "new", args)
@@ -374,7 +374,7 @@ def _build(m: Machine) -> None:
         target.attributes = state
         return
     if not isinstance(target, Opaque) or target.how == "global" or target.stated:
-        raise RefusedError("a state for what can have none")
+        raise RefusedError("a state for an object that cannot have one")
     target.state = state
     target.stated = True
 
@@ -400,8 +400,8 @@ def unknown(m: Machine) -> None:
 
 _STOP = ord(".")
 
-# Bytes that an opcode may take, on the generous side: the value, its place on the stack (8, and 24 in all while that
-# grows) and, for a container, its place in the check of the depth.
+# Bytes that an opcode may take, rounded up: the value, its place on the stack (8, and 24 in all while that grows) and,
+# for a container, its place in the check of the depth.
 _SLOT, _SCALAR, _TEXT, _CONTAINER, _SET, _OBJECT, _MEMO = 24, 60, 100, 220, 380, 500, 140
 
 OPCODES: list[tuple[Callable[[Machine], None], int]] = [(unknown, 0)] * 256
@@ -474,15 +474,15 @@ __all__ = ["MAX_DEPTH", "MAX_MEMORY_BYTES", "Truncated", "Unpickled", "unpickle"
 MAX_DEPTH = 200
 """Deepest nesting of containers: no checkpoint needs more, and more would exhaust the stack of other readers."""
 MAX_MEMORY_BYTES = 3 << 29
-"""Most memory that one pickle may take: one byte of pickle can ask for over two hundred."""
+"""Most memory that one pickle may take: one byte of pickle can take over two hundred."""
 
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 _DAMAGED = (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What Python raises while the machine reads a damaged stream: missing operands, bad text, wrong types."""
+"""Exceptions of Python while the machine reads a damaged stream: missing operands, bad text, wrong types."""
 
 
 class Unpickled(NamedTuple):
-    """What one pickle holds."""
+    """The content of one pickle."""
 
     value: Any
     """Plain data, Size, TorchDType, TensorRef and Opaque."""
@@ -496,9 +496,9 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
     """Read one pickle into data.
 
     Args:
-        data: Bytes that hold the pickle.
-        path: What to call the file in errors.
-        start: Where the pickle begins in ``data``.
+        data: Bytes that contain the pickle.
+        path: Name of the file in errors.
+        start: Offset of the pickle in ``data``.
 
     Raises:
         Truncated: ``data`` ends before the pickle does.
@@ -510,7 +510,7 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
         value = execute(machine)
         spend(MEMORY, allowed - machine.memory_left, path)
     except struct.error:
-        raise Truncated from None  # it is only raised where fewer bytes are left than a number takes
+        raise Truncated from None  # only raised where fewer bytes are left than a number takes
     except RefusedError as error:
         problem = f"pickle refused at byte {machine.position}: {error}"
         raise ContainerError(path, problem, _FOREIGN_HINT) from None
@@ -529,8 +529,8 @@ _NESTING = (dict, list, tuple, set, frozenset, Opaque, TensorRef)
 
 
 def _height(value: Any, heights: dict[int, int], depth: int) -> int:
-    """The longest path downwards from a container, or any number over MAX_DEPTH; each is looked at once."""
-    heights[id(value)] = height = 0  # what a cycle finds
+    """The longest path downwards from a container, or any number over MAX_DEPTH; each container is visited once."""
+    heights[id(value)] = height = 0  # read again by a cycle
     for child in children(value):
         if isinstance(child, _NESTING):
             below = heights.get(id(child))

@@ -44,7 +44,7 @@ class StorageRef:
     dtype: str
     """Element type in safetensors' spelling; "U8" for an untyped storage."""
     location: str
-    """Where the tensor lived when it was saved: "cpu", "cuda:3"."""
+    """Device of the tensor when it was saved: "cpu", "cuda:3"."""
     numel: int
     """Elements of ``dtype``."""
 
@@ -59,7 +59,7 @@ class TensorRef:
     """A tensor: the place of its bytes, without its values."""
 
     storage: StorageRef
-    """The record that holds its elements."""
+    """The record that contains its elements."""
     dtype: str
     """safetensors' spelling."""
     offset: int
@@ -85,7 +85,7 @@ class TensorRef:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie in C order without holes."""
+        """Whether the elements are in C order without holes."""
         expected = 1
         for n, s in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if n == 0:
@@ -109,8 +109,8 @@ _serials = itertools.count()
 class Opaque:
     """An object of an unknown class, kept as the pickle describes it and never built.
 
-    It can be written back unchanged. Attribute ``how`` says what the pickle did:
-    "global" (the class or function itself), "call" (``name(*args)``), "new" (``name.__new__(name, *args, **kwargs)``).
+    It can be written back unchanged. Attribute ``how`` is the operation of the pickle: "global" (the class or function
+    itself), "call" (``name(*args)``), "new" (``name.__new__(name, *args, **kwargs)``).
     """
 
     __slots__ = (
@@ -164,8 +164,8 @@ _PARENTS = (*_CONTAINERS, TensorRef)
 def children(value: object) -> Iterator[Any]:
     """The values directly inside a container, a tensor or an Opaque.
 
-    What several of them may share (attributes, arguments) comes as one container, so that who keeps track of the
-    containers seen takes time in proportion to the data, however much it is shared.
+    Shared attributes and arguments are yielded as one container, so that a caller that remembers visited containers
+    runs in linear time.
     """
     if isinstance(value, dict):
         yield from value.keys()

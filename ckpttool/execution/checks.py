@@ -83,8 +83,8 @@ class ReadReport:
 
 
 Check = Literal["read", "full", "off"]
-"""Which records to check: "read" for records that are read whole or nearly so, "full" for records that are read in part
-too, "off" for none."""
+"""Records to check: "read" for records that are read whole or nearly so, "full" also for records that are read in part,
+"off" for none."""
 
 Owners = Callable[[str, int, int], Sequence[str]]
 """Returns the names of the parameters in the bytes [start, end) of the file at a path."""
@@ -162,7 +162,7 @@ class ReadChecks:
     def finish(self, read_into: Callable[[int, int, memoryview], None], *, jobs: int = 1) -> ReadReport:
         """Compare every record that was read; call it after all reads.
 
-        A later call, after more reads, looks again at the records that were incomplete.
+        A later call, after more reads, compares the records that were incomplete.
 
         Args:
             read_into: Reads into a buffer (file index, first byte, buffer), to complete records.
@@ -173,7 +173,7 @@ class ReadChecks:
             StorageError: The rest of a record cannot be read.
         """
         rows = np.sort(self.take_fragments())  # by file, start, end, CRC-32
-        # Not np.unique: it imports numpy.ma, which takes longer than all of this.
+        # Not np.unique: importing numpy.ma takes longer than this function.
         rows = rows[np.append(True, rows[1:] != rows[:-1])[: len(rows)]]
         self._compare_repeated(rows)
         in_pieces: list[_OpenRecord] = []
@@ -499,7 +499,7 @@ def failed_checks(
 ) -> Iterator[CkptError]:
     """Run every consistency check and yield one error for each parameter that fails.
 
-    A ``PlanError`` says that the names of the masters are unknown; a ``LayoutError`` that the files are damaged.
+    A ``PlanError`` means that the names of the masters are unknown; a ``LayoutError`` that the files are damaged.
 
     Args:
         checks: The consistency checks.

@@ -313,7 +313,7 @@ class PartAssembler:
         return part, self.fill(start, part)
 
     def _fetched_whole(self, start: int, end: int) -> memoryview | None:
-        """Return the bytes [start, end) as fetched, if one remote source holds them uncast in one range; else None."""
+        """Return the bytes [start, end) as fetched, if they are uncast in one range of a remote source; else None."""
         pieces = self._pieces(start, end) if self._sources.remote else []
         if len(pieces) != 1:
             return None
@@ -365,11 +365,11 @@ class PartAssembler:
         return max(0, bisect.bisect_right(spans, start, key=lambda span: span[0]) - 1)
 
     def _pieces(self, start: int, end: int) -> list[Piece]:
-        """Return what lies in [start, end): bytes of uncast runs, and whole elements of the others."""
+        """Return the content of [start, end): bytes of uncast runs, and whole elements of other runs."""
         pieces = []
         for source, begin, numel, target, index in self._rows.overlapping(start, end).tolist():
             pair = self._casts[index]
-            # An element that begins before the range is cast whole; bytes need no such care.
+            # An element that begins before the range is cast whole; uncast bytes are clipped.
             width, unit = (itemsize(pair[1]), itemsize(pair[0])) if pair[0] != pair[1] else (1, 1)
             count = numel if pair[0] != pair[1] else numel * itemsize(pair[0])
             low, high = elements_in(target, count, width, start, end)

@@ -1,4 +1,5 @@
-"""Write a plan to OUT, a local directory or a bucket prefix: check OUT, tell what the run needs, run the plan, commit.
+"""Write a plan to OUT, a local directory or a bucket prefix: check OUT, report the needs of the run, run the plan,
+commit.
 
 Also compares an existing OUT with a plan, for runs that resume, and writes single files, such as pages and tensors.
 """
@@ -69,7 +70,7 @@ class Needs:
 
 
 def forecast(plan: CopyPlan, options: RunOptions, *, remote: bool, free_bytes: int | None) -> Needs:
-    """Return what a run needs; nothing is read.
+    """Return the disk space and memory of a run; nothing is read.
 
     Args:
         plan: The plan.
@@ -95,12 +96,12 @@ _KINDS = [
     re.compile(rf"({names})(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
     for names in ("model|pytorch_model|optimizer", "adapter_model")
 ]
-"""Names of the files of each kind of output. A base model and an adapter may lie in one directory."""
+"""Names of the files of each kind of output. A base model and an adapter may share one directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a plan."""
+    """Options of the run of a plan."""
 
     jobs: int | None
     """Threads, of each worker if there are workers; None for the default."""
@@ -148,7 +149,7 @@ class Destination:
         return LOCAL if self._remote is None else self._remote
 
     def names(self) -> set[str]:
-        """Return the names of the files and directories in OUT; none if it is no directory."""
+        """Return the names of the files and directories in OUT; empty if it is not a directory."""
         self.storage.refresh([])
         return {e.name for e in self.storage.listing(self.out)} if self.storage.is_dir(self.out) else set()
 
@@ -174,7 +175,7 @@ class Destination:
         """Refuse an OUT that cannot or must not be written, before any work is done.
 
         Args:
-            overwrite: Whether OUT may hold files; None if the command offers no ``overwrite``.
+            overwrite: Whether OUT may contain files; None if the command has no ``overwrite``.
 
         Raises:
             StorageError: OUT is not a directory, is not empty, or cannot be written.
@@ -196,7 +197,7 @@ class Destination:
             StorageError: Only one process can write a file of this storage.
         """
         if self._remote is not None and not self._remote.parts_from_anywhere:
-            problem = "lies in a storage whose files only one process can write"
+            problem = "is in a storage whose files only one process can write"
             raise StorageError(self.out, problem, "write to S3 or to a directory that all nodes share, or without Ray")
 
     def check_apart(self, checkpoint: Checkpoint) -> None:
@@ -216,9 +217,9 @@ class Destination:
                 output.check_apart(self._remote, self.out, directory)
 
     def holds_output(self, plan: CopyPlan, options: RunOptions) -> bool:
-        """Return whether OUT holds exactly the files of a plan; compares every byte with the sources.
+        """Return whether OUT contains exactly the files of a plan; compares every byte with the sources.
 
-        If so, removes the marker that a run leaves which is killed right after its commit.
+        If so, removes the marker of a run that was killed right after its commit.
 
         Args:
             plan: The plan.
@@ -265,7 +266,7 @@ class Destination:
             resume: Whether to resume from the files of an interrupted run; None if the command cannot resume.
 
         Returns:
-            Number of finite elements cast to infinity, and what ``verify`` returned.
+            Number of finite elements cast to infinity, and the result of ``verify``.
         """
         mode = 0o777
         if self._remote is None:
@@ -379,7 +380,7 @@ class _ComparedFile(Writer):
 
 
 def _of_same_kind(plan: CopyPlan) -> Callable[[str], bool]:
-    """Return a function that tells which files of an existing OUT the output of a plan replaces, by their names."""
+    """Return a function that selects, by name, the files of an existing OUT that the output of a plan replaces."""
     kinds = [kind for kind in _KINDS if any(kind.fullmatch(file.name) for file in plan.files)]
     return lambda name: any(kind.fullmatch(name) for kind in kinds)
 

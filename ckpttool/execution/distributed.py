@@ -1,7 +1,7 @@
 """Run a plan in worker processes, on one node or many: split it into tasks that any worker can run.
 
 A task names the source ranges to read and the part writers to use. Tasks are idempotent: another worker repeats the
-tasks of a lost node. This module does not know how tasks reach the workers.
+tasks of a lost node. This module does not send tasks to the workers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Workers(Protocol):
         After the generator is closed or raises, no task is running.
 
         Raises:
-            CkptError: A task failed, or no worker is left.
+            CkptError: A task failed, or all workers are lost.
         """
 
 
@@ -300,7 +300,7 @@ class _NodeSources(Sources):
 def _copy(plan: CopyPlan, part: TaskPart, sources: Sources, jobs: int) -> int:
     """Copy a part between local files, without assembling it in memory."""
     if not isinstance(part.writer, DirectoryPartWriter):
-        raise TypeError(f"{part.file.name} is no local file")
+        raise TypeError(f"{part.file.name} is not a local file")
     with part.writer.opened() as into:
         for offset, data in part.file.literals:
             into.write(offset, data)

@@ -2,8 +2,8 @@
 
 A bucket has no rename. Large files are multipart uploads, invisible until completed. After the last part all uploads
 are completed, and the files that make OUT look complete (``latest``, an index) are written last. Then the output is
-compared. Until then OUT holds an in-progress marker, and readers refuse a directory with a marker: its removal is the
-commit.
+compared. Until then OUT contains an in-progress marker, and readers refuse a directory with a marker: its removal is
+the commit.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def check_target(storage: RemoteStorage, out: str, *, overwrite: bool | None) ->
     """Refuse an OUT that cannot or must not be written, before any work is done.
 
     Raises:
-        StorageError: OUT is a file; or holds files other than those of a killed run, and ``overwrite`` is not True; or
-            the store cannot be reached.
+        StorageError: OUT is a file; or contains files other than leftovers of a killed run, and ``overwrite`` is not
+            True; or the store cannot be reached.
     """
     if not storage.exists(out):
         return
@@ -185,9 +185,9 @@ class _Mark(NamedTuple):
     key: str
     """Fingerprint of its plan."""
     new: list[str]
-    """Files that did not exist before the run: they are its own."""
+    """Files that did not exist before the run."""
     over: list[str]
-    """Files that it replaces at the commit: until then they are those of an earlier run."""
+    """Files that it replaces at the commit: until then they belong to an earlier run."""
     mixed: bool
     """Whether it has begun to replace or remove files of an earlier run."""
 
@@ -299,7 +299,7 @@ class BucketOutput:
         self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
         self.existing_names = Lazy(self._claim)
-        """Names in OUT except those of killed runs. Computed before the first write, in parallel with reads."""
+        """Names in OUT except leftovers of killed runs. Computed before the first write, in parallel with reads."""
 
     def url(self, name: str) -> str:
         """URL of a file of OUT."""
@@ -392,7 +392,7 @@ class BucketOutput:
         """Return None: all nodes see the same bucket."""
 
     def complete(self) -> None:
-        """Make all files visible, those of ``last`` at the end; readers refuse them until the commit."""
+        """Make all files visible, the files of ``last`` at the end; readers refuse them until the commit."""
         existing = self.existing_names()
         if not self._mixed and (any(map(self._replaces, existing)) or not existing.isdisjoint(self._names)):
             self._mixed = True
@@ -423,7 +423,7 @@ class BucketOutput:
     def discard(self) -> None:
         """Remove all files of this output, then the in-progress marker.
 
-        The marker stays if the store fails, or if an earlier output of OUT is not whole any more.
+        The marker is kept if the store fails, or if an earlier output of OUT is not whole any more.
         """
         if not self._has_marker:
             return

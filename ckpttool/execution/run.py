@@ -1,8 +1,8 @@
 """Run a plan: write its files to an output, from this process.
 
-From local files to local files, bytes are copied from file to file. All else goes through memory part by part: each
-part of a file is one task, which requests its source ranges at once, assembles the part and writes it. Memory is
-bounded by small buffers or by the parts in flight, whatever the size of the checkpoint.
+From local files to local files, bytes are copied from file to file. All other bytes are copied through memory part by
+part: each part of a file is one task, which requests its source ranges at once, assembles the part and writes it.
+Memory is bounded by small buffers or by the parts in flight, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _one_by_one(tasks: Sequence[Callable[[], int]], stopped: threading.Event) ->
 
 
 def _has_casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
-    # Not np.unique: it imports numpy.ma, which takes longer than opening a file.
+    # Not np.unique: importing numpy.ma takes longer than opening a file.
     return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))
 
 

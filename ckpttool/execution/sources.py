@@ -39,8 +39,8 @@ HASH_BYTES = 1 << 20
 def change_times(files: Sequence[SourceFile]) -> list[int]:
     """Return the time of the last change of each local file, of its metadata too.
 
-    Programs can set the time in ``version``, but not this one. It also changes with links and permissions of a file, so
-    that only ``resume``, which starts anew then, compares it.
+    Programs can set the time in ``version``, but not this one. It also changes with links and permissions of a file. So
+    only ``resume`` compares it, because it can start again.
     """
     times = []
     for file in files:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GATHER_ELEMENTS = 1 << 18
 """Elements of one chunk from local sources."""
 RUN_ELEMENTS = 1 << 17
-"""Maximum number of elements of one run that a formula reads: they and the result stay in a core's cache."""
+"""Maximum number of elements of one run that a formula reads: they and the result fit into a core's cache."""
 REMOTE_ELEMENTS = 1 << 20
 """Elements of one chunk from remote sources, where each chunk costs a round trip."""
 
@@ -61,7 +61,7 @@ class StateReader:
             last: One past the last element; default: all.
             step: Elements of a chunk; default: ``chunk_elements`` of the sources.
 
-        The values are valid until the next chunk is asked for.
+        The values are valid until the next chunk is requested.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
@@ -98,7 +98,7 @@ class StateReader:
     def runs(self, state: State, first: int, count: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield elements of a state in runs, in any order: (offset from ``first``, values).
 
-        Values are valid until the next run is asked for. Unlike ``chunks`` this saves a copy where files hold runs.
+        Values are valid until the next run is requested. Unlike ``chunks`` this saves a copy where files contain runs.
 
         Args:
             state: The state to read.
@@ -180,7 +180,7 @@ class _StridedBlock:
 
 
 def _blocks(state: State, first: int, last: int) -> Iterator[_StridedBlock]:
-    """Yield the blocks of a state's own extents that hold elements of [first, last)."""
+    """Yield the blocks of a state's own extents that contain elements of [first, last)."""
     rows = state.extents
     if len(rows) == 1:  # of a contiguous tensor; numpy would take longer than reading
         return _blocks_of(rows[0], itemsize(state.dtype), first, last)
@@ -195,7 +195,7 @@ def _blocks_of(row: Any, width: int, first: int, last: int) -> Iterator[_Strided
     """Yield the blocks of one extent that hold elements of [first, last)."""
     start, numel, runs = int(row["start"]), int(row["numel"]), int(row["runs"])
     pitch, stride, offset, file = int(row["pitch"]), int(row["stride"]), int(row["offset"]), int(row["file"])
-    # Runs low to high lie wholly inside [first, last); at most one run before and one after them is clipped.
+    # Runs low to high are wholly inside [first, last); at most one run before and one after them is clipped.
     low = 0 if start >= first else min(runs, -(-(first - start) // pitch) if runs > 1 else 1)
     high = max(low, min(runs, (last - numel - start) // pitch + 1 if runs > 1 else int(start + numel <= last)))
     if high > low:
@@ -241,7 +241,7 @@ class Inputs(Protocol):
 
 
 def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) -> None:
-    """Compute as many elements as ``out`` holds.
+    """Fill ``out`` with computed elements.
 
     Args:
         formula: The formula.
@@ -264,7 +264,7 @@ def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs:
     accumulator = numpy_dtype(formula.accumulator)
     direct = out.dtype == accumulator
     total = out if direct else inputs.scratch("total", len(out), formula.accumulator)
-    with np.errstate(all="ignore"):  # infinities of a source stay what they are
+    with np.errstate(all="ignore"):  # infinities of a source are kept
         for number, (state, weight) in enumerate(zip(formula.terms, formula.weights, strict=True)):
             factor = accumulator.type(weight)
             for at, values in inputs.runs(state, first, len(out)):

@@ -1,9 +1,9 @@
 """File-like readers for ``torch.load``: a virtual target file of a plan, or a stored file.
 
 torch reads each storage of a file in one call, into the memory of the tensor (torch 2.13,
-caffe2/serialize/inline_container.cc ``getRecord``), and then the few bytes before and after it. So local bytes go from
-disk straight to the tensor. Remote bytes are requested in chunks, many at once; the chunks at the borders of a read are
-cached for the next read.
+caffe2/serialize/inline_container.cc ``getRecord``), and then the few bytes before and after it. So local bytes are read
+from disk directly into the tensor. Remote bytes are requested in chunks, many at once; the chunks at the borders of a
+read are cached for the next read.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class VirtualFile(RangeFile):
         self._contents.fill(start, buffer)
 
     def at_hand(self, start: int, end: int) -> memoryview | None:
-        """Return the bytes [start, end) if a literal of the plan holds them: headers and pickles; else None."""
+        """Return the bytes [start, end) if a literal of the plan contains them: headers and pickles; else None."""
         return self._contents.literal(start, end)
 
 

@@ -58,7 +58,7 @@ class Format(NamedTuple):
     reader: str
     """Module and function of the reader, imported when a checkpoint of the format is read."""
     tagged: bool
-    """Whether a root holds several checkpoints, each in the directory of its tag."""
+    """Whether a root contains several checkpoints, each in the directory of its tag."""
     marker: str = ""
     """A file (or, with a final slash, a directory) that only this format has; "" if file names identify it."""
     last: tuple[str, ...] = ()
@@ -198,12 +198,12 @@ def open_checkpoint(
         trust_names: Accept files whose recorded name differs from their name.
 
     Raises:
-        CkptError: There is no checkpoint, or it is damaged.
+        CkptError: The checkpoint is missing or damaged.
     """
     paths = source_paths(src)
     storage = storage or source_storage(paths, options)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
-        problem = f"does not lie on the same storage as {without_secrets(paths[0])}"
+        problem = f"is not on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
     with opening((options or {}).get(OPEN_BUDGET, 1.0)):
@@ -221,7 +221,7 @@ def open_checkpoint(
 def opening_options(
     storage_options: Mapping[str, Any] | None, follow_links: bool = False, open_budget: float = 1.0
 ) -> Mapping[str, Any] | None:
-    """Return the options of a storage together with those of ckpttool itself, as ``open_checkpoint`` takes them.
+    """Return the options of a storage together with ckpttool's own options, as ``open_checkpoint`` takes them.
 
     Raises:
         ArgumentError: ``open_budget`` is not a number above 0, or the storage's options contain one of ckpttool's.
@@ -341,7 +341,7 @@ def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkp
     candidates = formats_with_tags(tagged=True)
     marked = (f for f in candidates if f.matches(storage, location.directory))
     unmarked = (f for f in candidates if not f.marker)
-    # A marker of a format may precede its commit: then it is not read yet.
+    # A marker of a format may precede its commit: such a checkpoint is not read yet.
     found = next((found for f in (*marked, *unmarked) if (found := f.read(storage, location, report))), None)
     if found is None:
         raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")

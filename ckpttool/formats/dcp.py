@@ -195,7 +195,7 @@ class Shards:
         return State(state.shape, state.dtype, Table(rows))
 
     def _note(self, index: int, chunk: StoredChunk, fqn: str, records: Iterable[Record]) -> None:
-        """Add the records of a chunk's archive to those of its file."""
+        """Add the records of a chunk's archive to the records of its file."""
         self._records.setdefault(index, []).extend(
             r._replace(name=f"{fqn}: {r.name}", where=ByteRange(chunk.start + r.where.start, chunk.start + r.where.end))
             for r in records

@@ -153,7 +153,7 @@ RESTORE = "restore it from a copy, or choose another tag"
 WHOLE = "load it with its framework, and save whole weights or a checkpoint of torch.distributed.checkpoint"
 """Advice for the files of single ranks of other frameworks."""
 WEIGHTS_ALONE = (
-    "written from weights alone: load it with load_module_only=True at stages 1 and 2, and with "
+    "written from weights only: load it with load_module_only=True at stages 1 and 2, and with "
     "load_optimizer_states=False and load_lr_scheduler_states=False at stage 3; DeepSpeed makes the masters from the "
     "16-bit weights"
 )

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from ckpttool.storage import Entry, Storage
 
 MAX_TAG = 1024
-"""Most characters of a tag: S3 has no longer names, and a ``latest`` with more is no ``latest``."""
+"""Most characters of a tag: S3 has no longer names; a longer text is not a valid ``latest``."""
 MAX_RUNS = 20
 """Most subdirectories that an error looks into for checkpoints to name."""
 RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""Subdirectories of a Ray Train checkpoint that hold the checkpoint of a Trainer or of Lightning.
+"""Subdirectories of a Ray Train checkpoint that contain the checkpoint of a Trainer or of Lightning.
 
 Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
 
@@ -33,7 +33,7 @@ class Foreign(NamedTuple):
     """The layout of another framework, which is not read as a whole."""
 
     what: str
-    """What it is."""
+    """Description for errors."""
     name: str
     """Regular expression of the name of a file; with a final slash, of a directory."""
     inside: bool = False
@@ -52,7 +52,7 @@ FOREIGN = (
     Foreign("a run of Megatron", r"iter_\d{7}/", inside=True),
     Foreign("the files of single ranks of torch_checkpointing", r"(model|optimizer|train)_\d+\.pt"),
 )
-"""Layouts of other frameworks, by what only they have.
+"""Layouts of other frameworks, by names that only they use.
 
 Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py; Accelerate 1.15, utils/fsdp_utils.py; torchtitan 0.3,
 components/checkpoint.py; Megatron-LM, training/checkpointing.py (``get_checkpoint_name``); torch_checkpointing 0.1.1,
@@ -68,7 +68,7 @@ OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pyto
 
 
 class NoCheckpointError(LayoutError):
-    """A directory holds no DeepSpeed checkpoint; it may have another format."""
+    """A directory contains no DeepSpeed checkpoint; it may have another format."""
 
 
 class Location(NamedTuple):
@@ -93,7 +93,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
     or a checkpoint of Ray Train that contains one of these.
 
     Raises:
-        LayoutError: There is no checkpoint, there are several, or ``latest`` names a missing one.
+        LayoutError: The directory contains no checkpoint or several, or ``latest`` names a missing one.
         StorageError: The storage cannot be read.
     """
     src = src.rstrip("/") or src
@@ -137,7 +137,7 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
 
 
 def holds_checkpoint(storage: Storage, path: str) -> bool:
-    """Return whether a directory is that of a tag, or a root with ``latest``.
+    """Return whether a directory is the directory of a tag, or a root with ``latest``.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -196,7 +196,7 @@ def trainer_directories(storage: Storage, src: str) -> list[str]:
 
 
 def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
-    """Return what a directory with the layout of another framework holds, and the next step."""
+    """Return the content of a directory with the layout of another framework, and the next step."""
     names = sorted((f"{e.name}/" if e.is_dir else e.name for e in entries), key=natural_order)
     for layout in FOREIGN:
         found = [name for name in names if re.fullmatch(layout.name, name)]
@@ -256,7 +256,7 @@ def _look_elsewhere(found: list[Found]) -> str:
 
 def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
     if not tags:
-        return "there is no other checkpoint: restore it from a copy", ()
+        return "the root contains no other checkpoint: restore it from a copy", ()
     return f"choose one with tag: {', '.join(tags)}", ("tag",)
 
 

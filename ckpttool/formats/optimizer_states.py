@@ -1,8 +1,9 @@
 """Optimizer states in safetensors files beside weights -> Checkpoint; ``targets.weight_files`` plans them.
 
-``optimizer.safetensors`` holds the tensors ``STATE.PARAMETER``; the metadata of its header holds the rest as JSON under
-the key ``ckpttool.optimizer``. A large one is split into parts with an index, and the first part has the metadata. The
-weight files beside it have a fingerprint of the save under ``ckpttool.save``; it must be that of the optimizer.
+``optimizer.safetensors`` contains the tensors ``STATE.PARAMETER``; the metadata of its header contains the rest as JSON
+under the key ``ckpttool.optimizer``. A large one is split into parts with an index, and the first part has the
+metadata. The weight files beside it have a fingerprint of the save under ``ckpttool.save``; it must equal the
+optimizer's.
 
 The documentation describes all keys: "Optimizer states as safetensors".
 """
@@ -50,7 +51,7 @@ SAVE = "ckpttool.save"
 VERSION = 1
 """Version of the description."""
 NOT_FINITE = "ckpttool.float"
-"""The key of a mapping that stands for NaN or infinity, which JSON lacks: {"ckpttool.float": "nan"}."""
+"""The key of a mapping that represents NaN or infinity, which JSON lacks: {"ckpttool.float": "nan"}."""
 TENSOR_NUMBER = frozenset({"value", "dtype"})
 """Keys of a hyper-parameter that was saved as a tensor of one number."""
 
@@ -71,7 +72,7 @@ def with_optimizer(checkpoint: Checkpoint, storage: Storage, first: str, saves: 
         saves: Fingerprint of the save, by file of weights.
 
     Returns:
-        The whole checkpoint; the weights alone if another tool wrote the file.
+        The whole checkpoint; only the weights if another tool wrote the file.
 
     Raises:
         CkptError: A file is damaged, missing, or of another save.
@@ -185,12 +186,12 @@ def _combined(checkpoint: Checkpoint, reader: _Reader, described: Mapping[str, A
 
 
 def _by_parameter(tensors: Mapping[str, State], keys: Sequence[str], path: str) -> dict[str, dict[str, State]]:
-    """Return the states of each parameter; the name of a tensor begins with that of its state."""
+    """Return the states of each parameter; the name of a tensor begins with the name of its state."""
     found: dict[str, dict[str, State]] = {}
     for name, state in tensors.items():
         key = next((key for key in keys if name.startswith(f"{key}.")), None)
         if key is None:
-            raise LayoutError(path, f"holds {brief(name, 200)}, which is no state that it lists", RESTORE)
+            raise LayoutError(path, f"holds {brief(name, 200)}, which the description does not list", RESTORE)
         found.setdefault(name.removeprefix(f"{key}."), {})[key] = state
     return found
 
@@ -202,7 +203,7 @@ def _group(values: Mapping[str, Any]) -> ParamGroup:
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a value of the description with NaN and infinity in the place of the mappings that stand for them."""
+    """Return a value of the description with NaN and infinity in the place of their mappings."""
     if isinstance(value, dict):
         if value.keys() == {NOT_FINITE}:
             return float(value[NOT_FINITE])

@@ -1,6 +1,6 @@
 """List the directories of a root that may be checkpoints.
 
-All that opens, lists, restores, rotates or removes checkpoints filters and sorts these records. The module lies in
+All code that opens, lists, restores, rotates or removes checkpoints filters and sorts these records. The module is in
 ``formats`` because ``formats.locate`` and ``saving`` need it, which may not import ``catalog``.
 """
 
@@ -32,7 +32,7 @@ _FOLDER = re.compile(r"checkpoint([-_])(\d+)")
 
 @dataclass(frozen=True)
 class Found:
-    """A directory below a root that may be a checkpoint. Its properties are read when they are asked for."""
+    """A directory below a root that may be a checkpoint. Its properties are read on demand."""
 
     storage: Storage
     """Storage of the root."""
@@ -50,7 +50,7 @@ class Found:
 
     @property
     def hidden(self) -> bool:
-        """Whether the name begins with a dot, as that of a directory that a killed removal left."""
+        """Whether the name begins with a dot, such as the name of a directory of a killed removal."""
         return posixpath.basename(self.tag).startswith(".")
 
     @property
@@ -93,7 +93,7 @@ class Found:
     @cached_property
     def manifest(self) -> Manifest | None:
         """The manifest of a commit, without the files; None if it cannot be read."""
-        from ckpttool.commit.manifest import read_manifest  # most commands do without
+        from ckpttool.commit.manifest import read_manifest  # most commands do not need it
 
         try:
             return replace(read_manifest(self.storage, self.path), files={}) if self.committed else None
@@ -171,7 +171,7 @@ def folder_name(step: int, separator: str = "-") -> str:
 
 
 def has_files_of_tag(entries: Iterable[Entry]) -> bool:
-    """Return whether a directory with these entries is that of a tag."""
+    """Return whether a directory with these entries is the directory of a tag."""
     return any(is_of_tag(entry.name) for entry in entries if not entry.is_dir)
 
 

@@ -125,7 +125,7 @@ def rank_state_name(rank: int) -> str:
 
 
 def is_rank_state(name: str) -> bool:
-    """Return whether a file name is that of a rank state."""
+    """Return whether a file name is the name of a rank state."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -92,7 +92,7 @@ class Slice(NamedTuple):
     dtype: str
     """Its type, safetensors' spelling."""
     place: Place
-    """Where its elements lie."""
+    """The place of its elements."""
     boxes: tuple[Box, ...]
     """The elements that belong to the whole tensor, and where."""
 
@@ -179,7 +179,7 @@ def merge_slices(
     Args:
         parts: Each slice and its boxes.
         shape: Shape of the whole tensor.
-        dtype: Type of the whole tensor; default: that of the first slice.
+        dtype: Type of the whole tensor; default: the type of the first slice.
     """
     dtype = dtype or parts[0][0].dtype
     slices = tuple(Slice(math.prod(state.shape), state.dtype, state.place, tuple(boxes)) for state, boxes in parts)

@@ -23,7 +23,7 @@ def states_in(entries: Mapping[str, tuple[Tensor, ByteRange]], file: int) -> dic
     """Return the states of a file by name.
 
     Args:
-        entries: Each tensor, and where it lies.
+        entries: Each tensor, and its byte range.
         file: Index of the file in its checkpoint.
     """
     return {

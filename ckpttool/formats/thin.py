@@ -1,8 +1,8 @@
-"""Thin checkpoints -> Checkpoint: what ``prune --thin`` leaves of a save, its weights without the optimizer states.
+"""Thin checkpoints -> Checkpoint: the weights of a save, from which ``prune --thin`` removed the optimizer states.
 
 The manifest says that a checkpoint is thin and lists its files: weights as safetensors, sidecar files, and RUN_STATE
-with what DeepSpeed's model-states files had beside the weights. Other files of the directory belong to a removal that
-was killed, and are ignored.
+with the other content of DeepSpeed's model-states files. Other files of the directory belong to a removal that was
+killed, and are ignored.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
 
 
 def _with_kinds(weights: Checkpoint, buffers: set[str], frozen: set[str]) -> Checkpoint:
-    """Tell buffers, frozen and trained parameters apart, which safetensors files do not."""
+    """Distinguish buffers, frozen and trained parameters, because safetensors files do not record them."""
     states = {p.name: p.states[MODULE] for p in weights.parameters} | {b.name: b.state for b in weights.buffers}
     return replace(
         weights,
@@ -103,7 +103,7 @@ def _names(fields: Fields, key: str) -> list[str]:
 def _topology(ranks: Fields) -> Topology:
     degrees: dict[str, Any] = {name: ranks.get(name, int) for name in Topology.__slots__}
     if any(count < 1 for count in degrees.values()):
-        raise ranks.error("data_parallel", "is no number of ranks")
+        raise ranks.error("data_parallel", "is not a number of ranks")
     return Topology(**degrees)
 
 

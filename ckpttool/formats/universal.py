@@ -220,7 +220,7 @@ def _located(
     """Return every parameter and buffer, with values from the states, the model states or a converted copy.
 
     Raises:
-        LayoutError: No file holds the values of a parameter in the model states.
+        LayoutError: No file contains the values of a parameter in the model states.
     """
     first = files[0].model[0]
     parameters: list[Parameter] = []
@@ -347,7 +347,7 @@ def _without_padded(
     """Return the model's copies except those with vocabulary padding, which the states lack.
 
     Raises:
-        LayoutError: The shape of a copy differs from that of the states.
+        LayoutError: The shape of a copy differs from the shape of the states.
     """
     result = dict(copies)
     for name in [n for n in copies if MASTER in states.get(n, {})]:
@@ -361,7 +361,7 @@ def _without_padded(
 
 
 def _check_states_are_there(opener: Opener, groups: Sequence[ParamGroup], folders: Mapping[str, Sequence[str]]) -> None:
-    """Report missing states: those of other parameters in the same group."""
+    """Report missing states: states that other parameters in the same group have."""
     for group in groups:
         keys = dict.fromkeys(key for name in group.parameters for key in folders[name])
         gone = [f"{FOLDER}/{n}/{key}.pt" for n in group.parameters for key in keys if key not in folders[n]]

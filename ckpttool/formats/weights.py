@@ -46,7 +46,7 @@ FLAT = re.compile(r"_?flat_param(_\d+)?")
 
 Source: torch 2.13, distributed/fsdp/_flat_param.py (``FLAT_PARAM``)."""
 SHARDING = "DCP_SHARDING_INFO"
-"""The metadata of torch's safetensors that holds the offsets of each tensor of the file in the whole tensor.
+"""The metadata of torch's safetensors that contains the offsets of each tensor of the file in the whole tensor.
 
 Source: torch 2.13, distributed/checkpoint/_hf_utils.py."""
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -115,7 +115,7 @@ def _check_parts(src: str, names: list[str]) -> None:
 
 
 def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
-    """Refuse the file of one rank: its tensors are parts, and no file says how many ranks there were.
+    """Refuse the file of one rank: its tensors are parts, and no file records the number of ranks.
 
     The same writer notes offsets in files of whole tensors, too: they are zero there.
     """
@@ -146,10 +146,10 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
     """Read the layout of one file of weights, or of a directory of them, without tensor bytes.
 
     Returns:
-        The layout; None if there are no weights.
+        The layout; None without weights.
 
     Raises:
-        CkptError: A file is damaged, or two files hold the same tensor.
+        CkptError: A file is damaged, or two files contain the same tensor.
     """
     selection = find_weights(storage, location.directory)
     if selection is None:
@@ -164,7 +164,7 @@ def read_safetensors(storage: Storage, location: Location, names: Sequence[str])
     """Read the layout of some safetensors files in a directory, without tensor bytes.
 
     Raises:
-        CkptError: A file is missing or damaged, or two files hold the same tensor.
+        CkptError: A file is missing or damaged, or two files contain the same tensor.
     """
     return _read_files(storage, location, KINDS[0], names, None)
 
@@ -218,7 +218,7 @@ def checkpoint_of_weights(
     states: Mapping[str, State],
     aliases: Mapping[str, str],
 ) -> Checkpoint:
-    """Return the layout of a checkpoint that holds weights alone.
+    """Return the layout of a checkpoint that contains only weights.
 
     Args:
         storage: Its storage.
@@ -267,7 +267,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
                 ),
                 value.name,
             )
-            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or no plain tensor"
+            problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or not a plain tensor"
             raise LayoutError(torch.path, problem, WHOLE)
         if FLAT.fullmatch(str(name).rpartition(".")[2]):
             problem = f"holds the flat parameter {brief(name, 200)} of one rank of FSDP"

@@ -120,7 +120,7 @@ class AcceleratorSaves:
         """Return the directory of the folders that Accelerate names.
 
         Raises:
-            ArgumentError: Accelerate names none.
+            ArgumentError: Accelerate does not name any.
         """
         accelerator = self._accelerator
         if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -174,7 +174,7 @@ class AcceleratorSaves:
                 self._save_state(scratch, safe_serialization=safe_serialization, **options)
             files = read_files(scratch)
         if unknown := set(given) - {"client_state", "exclude_frozen_parameters"}:
-            raise ArgumentError(sorted(unknown)[0], "is no option of a save", "leave it out")
+            raise ArgumentError(sorted(unknown)[0], "is not an option of a save", "leave it out")
         before = saves.begin(engine, folder)
         self._folder = folder
         own = RANDOM.format(accelerator.process_index)  # other files have the same names on all ranks
@@ -235,10 +235,10 @@ class AcceleratorSaves:
             self._continue(saves, posixpath.dirname(path), automatic=input_dir is None)
             return
         problem = "holds no whole checkpoint" if first is None else f"holds checkpoints, all damaged: {first.problem}"
-        raise LayoutError(root, problem, "pass another folder, or begin anew without load_state")
+        raise LayoutError(root, problem, "pass another folder, or start from scratch without load_state")
 
     def _continue(self, saves: Folders, folder: str, *, automatic: bool) -> None:
-        """Let the next save have the next number, and tell Ray Train of the checkpoint."""
+        """Let the next save have the next number, and report the checkpoint to Ray Train."""
         step = step_of_folder(posixpath.basename(folder))
         if automatic and step is not None:
             self._accelerator.project_configuration.iteration = step + 1
@@ -308,7 +308,7 @@ def prepare(
         root: With ``automatic_checkpoint_naming``, directory or URL of the folders. Default: in a worker of Ray Train
             the directory of the run, else ``checkpoints`` in the project's directory.
         async_save: Return from ``save_state`` after the state is copied to host memory, and write in the background.
-        timeout: Seconds that a rank may be behind the others before a save fails.
+        timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``.
@@ -320,7 +320,7 @@ def prepare(
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
     if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
-        raise PlanError("Accelerator", "was prepared before", "use what the first prepare returned")
+        raise PlanError("Accelerator", "was prepared before", "use the return values of the first prepare")
     if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
         raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
     saves = AcceleratorSaves(
@@ -359,7 +359,7 @@ def _has_unsaved_order(loader: Any) -> bool:
     Source: accelerate 1.15, data_loader.py (``prepare_data_loader``, ``BatchSamplerShard``, ``set_sampler``).
     """
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
-    batches = getattr(batches, "batch_sampler", batches)  # that of all ranks
+    batches = getattr(batches, "batch_sampler", batches)  # the sampler of all ranks
     sampler = getattr(batches, "sampler", None)
     return isinstance(sampler, RandomSampler) and not isinstance(sampler, SeedableRandomSampler)
 

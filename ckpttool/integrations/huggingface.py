@@ -84,7 +84,7 @@ def check_trainer() -> None:
     """Check that this release of transformers has the methods that ckpttool works with.
 
     Raises:
-        PlanError: It has not.
+        PlanError: A method is missing, or has other parameters.
     """
     release = f"transformers {transformers.__version__}"
     check_signatures(transformers.Trainer, PARAMETERS, release=release, known=KNOWN)
@@ -208,13 +208,13 @@ def _names(directory: str) -> list[str]:
 def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool]) -> str:
     """Adapt the state of a checkpoint to this run, before the Trainer reads it.
 
-    transformers 4.57 takes the batch size of the save, not that of the arguments: they differ on other ranks. And the
+    transformers 4.57 takes the batch size of the save instead of the arguments': they differ on other ranks. And the
     Trainer forgets the best checkpoint if it has no local folder: until the training begins, it gets an empty one.
 
     Args:
         directory: The Trainer's files of the checkpoint to resume from, in a scratch directory.
         arguments: The Trainer's arguments.
-        is_whole: Tells whether the run has a checkpoint, by the name of its folder.
+        is_whole: Returns whether the run has a checkpoint, by the name of its folder.
 
     Returns:
         Name of the folder of the best checkpoint; "" if there is none.
@@ -236,7 +236,7 @@ def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool])
 
 @contextlib.contextmanager
 def without_removal(trainer: Any) -> Iterator[None]:
-    """Context manager: let the Trainer remove no checkpoint at its end: it knows neither pins nor other directories.
+    """Context manager: let the Trainer remove no checkpoint at its end: it ignores pins and other directories.
 
     With ``save_total_limit=1`` it removes all but the best one.
     """
@@ -291,7 +291,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         export_to: Directory or URL of the exports: ``EXPORT_TO/checkpoint-N``. Default: the checkpoint's own folder on
             disk; for a bucket, "export" below ``root``.
         export_dtype: "fp32", "bf16" or "fp16"; default: the type that the engine computes in.
-        timeout: Seconds that a rank may be behind the others before a save fails.
+        timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``.
@@ -506,7 +506,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = "cannot save the trials of a hyper-parameter search"
             raise PlanError("CkptCallback", problem, "remove it from the Trainer for the search")
         if trainer.args.save_only_model:
-            problem = "cannot save weights alone: save_only_model is on"
+            problem = "cannot save only weights: save_only_model is on"
             raise PlanError("CkptCallback", problem, "leave it out, and pass export_every to the callback")
         if is_url(trainer.args.output_dir):
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
@@ -548,7 +548,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     trainer.model_wrapped = trainer.model  # for a new engine
         problem = f"holds {len(found)} checkpoints, and none can be restored"
         problem += f"; of the newest: {first.problem}" if first is not None else ""
-        raise LayoutError(saves.root, problem, "restore one from a copy, or choose another output_dir to begin anew")
+        raise LayoutError(saves.root, problem, "restore one from a copy, or choose another output_dir")
 
     @staticmethod
     def _is_whole(saves: Folders, name: str) -> bool:
@@ -606,16 +606,17 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if resume is None or resume.report is None or checkpoint != resume.directory:
             return
         if not set_rng_of(resume.report) and resume.report.source.world_size != trainer.args.world_size:
-            LOG.warning("%s has no random number states for other ranks: they begin anew", resume.report.path)
+            LOG.warning("%s has no random number states for other ranks: they start again", resume.report.path)
 
 
 def _given_folder(saves: Folders, given: str, output_dir: str) -> str:
     """Return the folder of the checkpoint that ``resume_from_checkpoint`` names.
 
-    The Trainer's name of a checkpoint, ``OUTPUT_DIR/checkpoint-N``, means a folder of the root if that is elsewhere.
+    The Trainer's name of a checkpoint, ``OUTPUT_DIR/checkpoint-N``, names a folder of the root if the root is
+    elsewhere.
 
     Raises:
-        LayoutError: There is no such folder.
+        LayoutError: The folder does not exist.
     """
     folder = absolute_path(given)
     above, name = posixpath.split(folder.rstrip("/"))
@@ -643,7 +644,7 @@ def run_script(arguments: list[str]) -> None:
         arguments: The script and its arguments.
 
     Raises:
-        ArgumentError: There is no such script.
+        ArgumentError: The script does not exist.
     """
     if not os.path.isfile(arguments[0]):
         raise ArgumentError("SCRIPT", f"{arguments[0]} does not exist", "pass the path of a training script")

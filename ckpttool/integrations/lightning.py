@@ -58,7 +58,7 @@ class CkptSaves:
 
     Args:
         async_save: Return after the state is copied to host memory, and write in the background.
-        save_timeout: Seconds that a rank may be behind the others before a save fails.
+        save_timeout: Seconds that a rank may lag before a save fails.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``: classes of objects in hyper-parameters and in states of callbacks.
         arguments: Arguments of the strategy.
@@ -103,7 +103,7 @@ class CkptSaves:
         """Save as ``DeepSpeedStrategy.save_checkpoint`` does, in its layout, as one commit."""
         strategy: Any = self
         if storage_options is not None:
-            problem = "is no option of a save"
+            problem = "is not an option of a save"
             raise ArgumentError("storage_options", problem, f"pass it to {type(self).__name__}")
         folder = absolute_path(str(strategy.broadcast(os.fspath(filepath))))
         saves = self._folders.at(folder)
@@ -129,7 +129,7 @@ class CkptSaves:
         """
         strategy: Any = self
         if strategy.load_full_weights and strategy.zero_stage_3:
-            options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 has none
+            options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 does not have it
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)  # type: ignore[misc]
             return loaded
         folder = absolute_path(os.fspath(checkpoint_path))
@@ -151,13 +151,13 @@ class CkptSaves:
 
     def _restore_rng(self, report: LoadReport) -> None:
         if not set_rng_of(report):
-            LOG.warning("%s has no random number states: they begin anew", report.path)
+            LOG.warning("%s has no random number states: they start again", report.path)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Restore the random number generators again before the first batch of a run that was saved within an epoch.
 
         The iterator of the data loader, which is made in between, draws from them once an epoch: a run that was saved
-        at the end of an epoch takes that number from the restored generators, as a run that did not stop.
+        at the end of an epoch takes that number from the restored generators, as in an uninterrupted run.
         """
         report, self._rng_of = self._rng_of, None
         if report is not None and batch_idx:
@@ -197,12 +197,12 @@ def newest_checkpoint(
     for folder in (one.path for one in scan(storage, root, depth=1) if not one.hidden):
         commit = next((one for one in candidates(storage, folder) if one.committed), None)
         if commit is None:
-            LOG.warning("%s was not committed and is passed over", folder)
+            LOG.warning("%s was not committed and is skipped", folder)
             continue
         try:
             manifest = read_manifest(storage, commit.path)
         except CkptError as error:
-            LOG.warning("%s is passed over: %s", folder, error)
+            LOG.warning("%s is skipped: %s", folder, error)
             continue
         found.append((manifest.step, manifest.number, folder))
     return max(found)[2] if found else None
@@ -224,7 +224,7 @@ def check_strategy() -> None:
     """Check that this release of Lightning has the methods that ``CkptSaves`` overrides.
 
     Raises:
-        PlanError: It has not.
+        PlanError: A method is missing, or has other parameters.
     """
     release = f"lightning {lightning.__version__}"
     check_signatures(DeepSpeedStrategy, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, which hide those of its class; restore them at the end of the block."""
+    """Set attributes of an object, which hide its class's; restore them at the end of the block."""
     before = {name: target.__dict__[name] for name in values if name in target.__dict__}
     for name, value in values.items():
         setattr(target, name, value)

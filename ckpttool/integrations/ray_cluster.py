@@ -47,7 +47,7 @@ _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
 class RayCluster:
     """Context manager of a Ray cluster: join it, or start one that ends with the block.
 
-    A cluster that this process joined before is used, and stays joined.
+    A cluster that this process joined before is used, and not left.
 
     Args:
         address: As ``ray.init`` takes it: "host:port", "ray://host:port", "auto", "local"; "" for RAY_ADDRESS, or a

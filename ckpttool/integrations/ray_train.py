@@ -76,7 +76,7 @@ class RayTrainCheckpoints:
         blocking: Whether ``report`` returns after the checkpoint is committed and reported. If not, the state is copied
             to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
             reports the checkpoint.
-        timeout: Seconds that a worker may be behind the others before a save fails.
+        timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
         allow: As for ``CheckpointManager``.
@@ -148,7 +148,7 @@ class RayTrainCheckpoints:
         try:
             self._manager.wait()
         except CkptError as failed:
-            LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block says more
+            LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block has details
 
     def report(
         self,
@@ -161,7 +161,7 @@ class RayTrainCheckpoints:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
@@ -251,7 +251,7 @@ class RayTrainCheckpoints:
         """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
@@ -314,7 +314,7 @@ class RayTrainCheckpoints:
         """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
 
         Earlier commits unknown to Ray are reported too, in order, so that Ray's rules apply to them; except those older
-        than a checkpoint known to Ray: Ray would take them for the newest.
+        than a checkpoint known to Ray: Ray would treat them as the newest.
         """
         for name, metrics in self._on_first_worker(lambda: list(self._unreported(found, restored))):
             self._whole.add(name)
@@ -481,7 +481,7 @@ def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
-"""The object behind the functions below, by the run's storage: each run of a worker process has its own."""
+"""The object that implements the functions below, by the run's storage: each run of a worker process has its own."""
 
 
 def _current() -> RayTrainCheckpoints:

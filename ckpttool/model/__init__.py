@@ -53,7 +53,7 @@ class State:
     """Other states of the same shape and type; the values are the mean of all: the copies of one parameter on
     tensor-parallel ranks that have drifted apart."""
     formula: Formula | None = None
-    """Computes the values from other states; None where files hold them. Such a state has no extents."""
+    """Computes the values from other states; None if files contain them. Such a state has no extents."""
 
     @property
     def stored(self) -> tuple[State, ...]:
@@ -94,7 +94,7 @@ class Replica:
     copy: State
     """The replica: the module's 16-bit copy of a master, a tied tensor stored twice, a tensor-parallel replica."""
     guessed: bool = False
-    """Whether shapes and the order of the model alone say that the two belong together."""
+    """Whether the pair was derived only from shapes and the order of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class Parameter:
 
     @property
     def master_state(self) -> State:
-        """The master, or the module's copy where there is no master."""
+        """The master, or the module's copy if the master is missing."""
         return self.states.get(MASTER) or self.states[MODULE]
 
     @property
     def module_state(self) -> State:
-        """The module's copy, or the master where there is no copy."""
+        """The module's copy, or the master if the copy is missing."""
         return self.states.get(MODULE) or self.states[MASTER]
 
     @property
@@ -284,11 +284,11 @@ class CheckpointFile:
     rank: int | None
     """Data-parallel rank that wrote it; None where one file serves all ranks."""
     version: str
-    """Differs when the file was written anew; see ``storage.Entry``."""
+    """Differs when the file was rewritten; see ``storage.Entry``."""
     model_rank: int | None = None
     """Tensor- and pipeline-parallel rank that wrote it; None if there is only one, or one file serves all."""
     container: str = "torch"
-    """What the file is: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
+    """Format of the file: "torch" (one file of ``torch.save``), "safetensors", "raw" (elements of one tensor), "dcp" (a
     shard or the metadata of ``torch.distributed.checkpoint``)."""
     directory: str | None = None
     """Its directory if that is another node's; None for the checkpoint's location."""
@@ -303,18 +303,18 @@ class Checkpoint:
     """The layout of a checkpoint.
 
     Raises:
-        LayoutError: The extents of a state do not fill its shape exactly once or lie outside their file; names the
+        LayoutError: The extents of a state do not fill its shape exactly once or are outside their file; names the
             parameter and the file.
     """
 
     location: str
     """Directory of the tag."""
     root: str
-    """Directory that holds the tag, ``latest`` and, for the Hugging Face Trainer, the model's configuration."""
+    """Directory that contains the tag, ``latest`` and, for the Hugging Face Trainer, the model's configuration."""
     tag: str
     """Name of the checkpoint: "global_step1000"; the directory's name for a format without tags."""
     format: str
-    """"zero" (what DeepSpeed saves, ZeRO off included), "universal", "thin" (its weights, left by ``prune``),
+    """"zero" (DeepSpeed's own files, ZeRO off included), "universal", "thin" (its weights, left by ``prune``),
     "safetensors", "torch" or "dcp"."""
     stage: int | None
     """ZeRO stage: 0 (no ZeRO), 1, 2 or 3; None for a format that has none."""
@@ -357,7 +357,7 @@ class Checkpoint:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the train loop in the manifest."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """What the run was made of, from the manifest: git revision, command, the checkpoint it was restored from."""
+    """Provenance of the run, from the manifest: git revision, command, the checkpoint it was restored from."""
     thin: bool = False
     """Whether ``prune`` has removed the optimizer states, and kept the weights."""
     embedded: Mapping[str, State] = field(default_factory=dict)
@@ -377,7 +377,7 @@ class Checkpoint:
     masters_alone: bool = False
     """Whether trained parameters have masters and nothing records the type that the module computes in."""
     tells_buffers: bool = True
-    """Whether the files tell buffers from frozen parameters."""
+    """Whether the files distinguish buffers from frozen parameters."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
@@ -414,7 +414,7 @@ class Checkpoint:
             beyond = extents.file_too_short(state.extents, state.dtype, sizes)
             if beyond is not None:
                 path = f"{self.location}/{self.files[beyond].name}"
-                yield LayoutError(path, f"{key} of {name} lies beyond its end", "restore it from a copy")
+                yield LayoutError(path, f"{key} of {name} is beyond its end", "restore it from a copy")
 
     def states(self) -> Iterator[tuple[str, str, State]]:
         """(parameter or buffer, name of the state, state) of every tensor."""
@@ -425,7 +425,7 @@ class Checkpoint:
             yield buffer.name, "buffer", buffer.state
 
     def weights(self, parameter: Parameter) -> State:
-        """A parameter's weights: the master, or the module's copy where that is newer or alone."""
+        """A parameter's weights: the master, or the module's copy if it is newer or the only one."""
         return parameter.module_state if self.has_newer_copies else parameter.master_state
 
     @property

@@ -23,7 +23,7 @@ class Combination:
     """The files of several checkpoints.
 
     Args:
-        checkpoints: The checkpoints; file numbers of the first stay.
+        checkpoints: The checkpoints; file numbers of the first are kept.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -99,7 +99,7 @@ class Average:
     """The mean of several checkpoints."""
 
     checkpoint: Checkpoint
-    """Its weights are computed; all else is that of the newest source."""
+    """Its weights are computed; everything else is copied from the newest source."""
     newest: int
     """Index of the newest source."""
     kept: tuple[str, ...]
@@ -125,9 +125,9 @@ def average(
         weights: One number for each.
         accumulator: Type to compute in: "F32" or "F64".
         ordered: Whether the weights depend on the order of the sources: then their steps must ascend.
-        keep_types: Whether parameters keep the type of the newest source, for its optimizer; else they have that of
-            the accumulator. Buffers always keep theirs.
-        matches: Tells whether a tensor is averaged, by its name; others need not fit.
+        keep_types: Whether parameters keep the type of the newest source, for its optimizer; otherwise they get the
+            accumulator's type. Buffers always keep their type.
+        matches: Returns whether a tensor is averaged, by its name; others may differ.
 
     Raises:
         PlanError: The sources do not fit: names, shapes, types or order.
@@ -137,7 +137,7 @@ def average(
     newest = newest_of(checkpoints)
     base = checkpoints[newest]
     counted = [n for n, weight in enumerate(weights) if weight]
-    order = [newest, *(n for n in counted if n != newest)]  # file numbers of the newest stay
+    order = [newest, *(n for n in counted if n != newest)]  # file numbers of the newest are kept
     combination = Combination([checkpoints[n] for n in order])
     found = _fitting(checkpoints, base, matches)
     kept: list[str] = []
@@ -237,7 +237,7 @@ def _unfit(checkpoint: Checkpoint, problem: str) -> PlanError:
 
 
 def place_of(checkpoint: Checkpoint) -> str:
-    """Return the path that tells a checkpoint from others: its directory, or its only file."""
+    """Return the path that identifies a checkpoint: its directory, or its only file."""
     return checkpoint.path(0) if len(checkpoint.files) == 1 else checkpoint.location
 
 

@@ -1,4 +1,4 @@
-"""Tables of extents: where the elements of a tensor lie, as rows of numpy."""
+"""Tables of extents: the place of the elements of a tensor, as rows of numpy."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 EXTENT = np.dtype(
     [
         ("start", "<u8"),  # first element, in elements of the flattened tensor (C order)
-        ("numel", "<u8"),  # elements of one run; 0 where a rank holds only padding
+        ("numel", "<u8"),  # elements of one run; 0 where a rank has only padding
         ("file", "<u4"),  # index into Checkpoint.files
         ("offset", "<u8"),  # first byte, counted from the start of that file
         ("padding", "<u8"),  # elements of padding stored after them
         ("runs", "<u8"),  # number of runs: 1, except for a tensor that is cut across its rows
-        ("pitch", "<u8"),  # elements of the tensor from the start of one run to that of the next
-        ("stride", "<u8"),  # elements of the file from the start of one run to that of the next
+        ("pitch", "<u8"),  # elements of the tensor between the starts of two runs
+        ("stride", "<u8"),  # elements of the file between the starts of two runs
     ]
 )
 """One row: a contiguous run of elements in one file, or many such runs at equal distances (the columns of a
@@ -94,7 +94,7 @@ def suspects(tensors: Sequence[tuple[NDArray[np.void], int, str]], sizes: Sequen
 
 
 def cover_problem(table: NDArray[np.void], numel: int, dtype: str) -> CoverProblem | None:
-    """Find the first elements of a tensor that its extents do not hold exactly once."""
+    """Find the first elements of a tensor that its extents do not contain exactly once."""
     rows = single_runs(table, itemsize(dtype))
     return exact_cover_problem(rows["start"], rows["numel"], numel)
 

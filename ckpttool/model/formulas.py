@@ -1,4 +1,4 @@
-"""Formulas of computed states: what is computed from which other states, as data.
+"""Formulas of computed states, as data: the computation and its input states.
 
 ``execution.state_reader`` computes the values, chunk by chunk.
 """

@@ -77,7 +77,7 @@ class _Layer:
 
 @dataclass(slots=True)
 class _Parts:
-    """The tensors of a PEFT model, by their part in it; names are those of the base model."""
+    """The tensors of a PEFT model, by their part in it; with the names of the base model."""
 
     layers: dict[str, dict[str, _Layer]] = field(default_factory=dict)
     """By adapter and layer."""
@@ -90,7 +90,7 @@ class _Parts:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters; "" where a file holds a single one, without its name."""
+        """Names of the adapters; "" where a file contains a single one, without its name."""
         return sorted({*self.layers, *self.saved})
 
 
@@ -98,7 +98,7 @@ def adapters_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the LoRA adapters in a checkpoint; "" in a file of a single adapter, which has no name.
 
     Raises:
-        PlanError: It has none, or some of layers that are not linear.
+        PlanError: It has no adapters, or adapters of layers that are not linear.
     """
     found = _parts(checkpoint, _states(checkpoint)).adapters
     if not found:
@@ -124,7 +124,7 @@ def merge_lora(
 
     Args:
         checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` holds it.
+        base: The base model; None if ``checkpoint`` contains it.
         configs: ``adapter_config.json`` of each adapter to merge, in the order of merging.
 
     Raises:
@@ -266,7 +266,7 @@ def _base_tensors(
         _replace(tensors, plain, base)
     saved = [adapter for adapter in configs if parts.saved.get(adapter)]
     if len(saved) > 1:
-        problem = f"has modules_to_save in the adapters {' and '.join(saved)}, of which only one can be in the output"
+        problem = f"has modules_to_save in the adapters {' and '.join(saved)}, but only one can be in the output"
         raise PlanError(checkpoint.location, problem, "choose one with adapter", ("adapter",))
     for adapter in saved:
         trained = {n: own[s] for n, s in parts.saved[adapter].items()}
@@ -279,7 +279,7 @@ def _base_tensors(
 def _untie(tensors: dict[str, State], trained: Mapping[str, State], aliases: Mapping[str, str]) -> None:
     """Keep the weights of the base model under the other names of a tensor that was trained apart from them.
 
-    PEFT trains a copy of a module in ``modules_to_save``; what was tied to the module keeps the base weights.
+    PEFT trains a copy of a module in ``modules_to_save``; tensors tied to the module keep the base weights.
     """
     for alias, name in aliases.items():
         if name in trained and name in tensors and alias not in trained:
@@ -296,7 +296,7 @@ def _is_in(name: str, modules: Sequence[str]) -> bool:
 
 
 def _replace(tensors: dict[str, State], trained: Mapping[str, State], base: Checkpoint) -> None:
-    """Put trained tensors in the place of those of the base model.
+    """Replace tensors of the base model by trained ones.
 
     Raises:
         PlanError: The base model has no such tensor, or one of another shape.
@@ -310,7 +310,7 @@ def _replace(tensors: dict[str, State], trained: Mapping[str, State], base: Chec
 
 
 def _aliases(checkpoint: Checkpoint, base: Checkpoint | None, tensors: Mapping[str, State]) -> dict[str, str]:
-    """Return tied names of the result; a name with a tensor of its own is tied no more."""
+    """Return tied names of the result; a name with a tensor of its own is not tied any more."""
     known = _clean_aliases(base or checkpoint)
     return {a: n for a, n in known.items() if a not in tensors and n in tensors}
 
@@ -329,7 +329,7 @@ def _named(tensors: Mapping[str, State], aliases: Mapping[str, str], name: str, 
     """Return the name that a tensor is stored under.
 
     Raises:
-        PlanError: There is none.
+        PlanError: The base model lacks it.
     """
     stored = aliases.get(name, name)
     if stored not in tensors:
@@ -362,7 +362,8 @@ def _update(checkpoint: Checkpoint, layer: str, found: _Layer, config: Mapping[s
 def _has_conv1d(tensors: Mapping[str, State]) -> bool:
     """Return whether a model has layers of transformers' Conv1D, whose weights are (input features, output features).
 
-    A square weight does not say what it is, and PEFT records ``fan_in_fan_out`` of its last layer only.
+    Non-square weights are recognised by the shape of their bias. Square weights are ambiguous, and PEFT records
+    ``fan_in_fan_out`` of its last layer only.
     """
     biases = ((state, tensors.get(f"{name.removesuffix('.weight')}.bias")) for name, state in tensors.items())
     return any(
@@ -401,7 +402,7 @@ def _check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any
     """Refuse a configuration that is damaged, or whose adapter is not merged like LoRA.
 
     Raises:
-        PlanError: It is.
+        PlanError: The configuration is damaged or not supported.
     """
     of = f"{CONFIG} of adapter {adapter}" if adapter else CONFIG
     if config.get("peft_type") != "LORA":
@@ -419,7 +420,7 @@ def _check_config(checkpoint: Checkpoint, adapter: str, config: Mapping[str, Any
 
 
 def _check_initialisation(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    """Refuse an adapter whose initialisation changed the base weights: it does not fit those of the base model.
+    """Refuse an adapter whose initialisation changed the base weights: it does not fit the original weights.
 
     Source: peft 0.21, ``LoraLayer.update_layer`` (``pissa_init``, ``olora_init``, ``corda_init``, ``loftq_init``, ...).
 
@@ -442,7 +443,7 @@ def _by_pattern(patterns: Any, layer: str, default: Any) -> Any:
 
 
 def _ranks_of(config: Mapping[str, Any], layer: str) -> set[Any]:
-    """Return the ranks that a configuration allows for a layer: of all patterns that match, as PEFT sorts them anew."""
+    """Return the ranks that a configuration allows for a layer: of all matching patterns, as PEFT reorders them."""
     patterns = config.get("rank_pattern") or {}
     found = {value for pattern, value in patterns.items() if _by_pattern({pattern: value}, layer, None) is not None}
     return found or {config.get("r")}
@@ -465,5 +466,5 @@ def _check_patterns(checkpoint: Checkpoint, config: Mapping[str, Any], field: st
         else:
             sound = False
         if not sound:
-            problem = f"has {brief(pattern)} in {field} of {CONFIG}, which is no number by a simple pattern"
+            problem = f"has {brief(pattern)} in {field} of {CONFIG}, which is not a number with a simple pattern"
             raise PlanError(checkpoint.location, problem, "restore the file from a copy, or merge it with PEFT")

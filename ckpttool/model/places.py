@@ -1,6 +1,6 @@
 """The place of a tensor's elements in the files of a checkpoint.
 
-A place computes its rows when they are asked for: to show a layout takes none of them, and neither numpy.
+A place computes its rows on demand: showing a layout needs neither rows nor numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ROW = struct.Struct("<QQIQQQQQ")
 
 
 class Place(ABC):
-    """Where the elements of a tensor lie. Callers must not change it."""
+    """The place of the elements of a tensor. Callers must not change it."""
 
     __slots__ = ()
 
@@ -33,7 +33,8 @@ class Place(ABC):
 
     @abstractmethod
     def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
-        """Return whether the place surely has each element exactly once, inside its files; if not, its rows decide.
+        """Return whether the place surely has each element exactly once, inside its files; if False, its rows must be
+        checked.
 
         Args:
             numel: Elements of the tensor.
@@ -61,7 +62,7 @@ class Table(Place):
         return self._rows
 
     def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
-        """Return False: only the rows tell."""
+        """Return False: the rows must be checked."""
         return False
 
 
@@ -92,11 +93,11 @@ class Computed(Place):
 
 
 class Renumbered(Place):
-    """The place of a tensor in a combination of checkpoints, whose files are numbered on.
+    """The place of a tensor in a combination of checkpoints, whose files have consecutive numbers.
 
     Args:
-        place: The place in the checkpoint of its own.
-        by: Number of files before those of that checkpoint.
+        place: The place in its own checkpoint.
+        by: Number of files before that checkpoint's.
     """
 
     __slots__ = ("_by", "_place", "_rows")
@@ -107,7 +108,7 @@ class Renumbered(Place):
         self._rows: NDArray[np.void] | None = None
 
     def __reduce__(self) -> tuple[type[Renumbered], tuple[Place, int]]:
-        return type(self), (self._place, self._by)  # rows are larger, and soon made again
+        return type(self), (self._place, self._by)  # rows are larger, and quick to compute again
 
     @property
     def rows(self) -> NDArray[np.void]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
 
 WEIGHTS = "weights"
-"""A parameter's weights (the master, or the module's copy where that is newer or alone), or a buffer's values."""
+"""A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("i
 
 
 def matcher(include: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
-    """A function that tells whether a full name matches the globs; no ``include`` means all names."""
+    """Return a function that matches full names against the globs; no ``include`` means all names."""
     # A string is a sequence of letters, but means one glob.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
 

@@ -15,7 +15,7 @@ from ckpttool._version import __version__
 from ckpttool.messages import hide_secrets, printable
 
 PLAIN_BYTES = 150_000
-"""Longest data that a page holds as readable JSON; longer data is compressed."""
+"""Longest data that a page contains as readable JSON; longer data is compressed."""
 SCRIPTS = {
     "checkpoint": (
         "page.js",

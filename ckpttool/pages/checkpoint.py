@@ -28,7 +28,7 @@ def checkpoint_page(checkpoint: Checkpoint, report: VerifyReport | None = None) 
 
     Args:
         checkpoint: The checkpoint.
-        report: What ``verify`` found, to be shown; None if it was not asked.
+        report: Report of ``verify``, to be shown; None if it was not run.
     """
     data = checkpoint_data(checkpoint)
     if report is not None:
@@ -48,7 +48,7 @@ def damaged_page(report: VerifyReport, files: Sequence[tuple[str, int]]) -> byte
     """Build the page of a directory that cannot be opened as a checkpoint.
 
     Args:
-        report: What ``verify`` found.
+        report: Report of ``verify``.
         files: Names and sizes of the files that are there.
     """
     data = {"location": report.location, "findings": as_plain(report)["findings"], "files": as_plain(list(files))}
@@ -71,14 +71,14 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
         _fold(told, found["tensors"])
         omitted.append("The checkpoint has so many tensors that those with similar names are one block")
     if found["joined"]:
-        omitted.append("The checkpoint has so many files that those of one kind are one bar; offsets count through all")
-    counts = {"files": len(told.pop("files"))}  # those of the layout have the same keys
+        omitted.append("The checkpoint has so many files that files of one kind are one bar; offsets count through all")
+    counts = {"files": len(told.pop("files"))}  # files of the layout have the same keys
     about = ", ".join(title(checkpoint))
     return {"about": about, "checkpoint": told, "layout": found, "counts": counts, "omitted": omitted}
 
 
 def _fold(told: dict[str, Any], tensors: dict[str, list[Any]]) -> None:
-    """Replace the parameters of a description by those of a folded layout."""
+    """Replace the parameters of a description by the tensors of a folded layout."""
     told["buffers"] = []
     told["parameters"] = [
         {

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ckpttool.analysis.diff import Difference, DiffReport
 
 MAX_ROWS = 4_000
-"""Maximum number of tensors in the table of a page; of more, it has those that differ most."""
+"""Maximum number of tensors in the table of a page; more are cut to the ones that differ most."""
 MAX_LAYERS = 1_500
-"""Maximum number of layers in a page; a note tells that there are more."""
+"""Maximum number of layers in a page; a note reports further ones."""
 
 
 def diff_page(report: DiffReport, *, max_rows: int = MAX_ROWS) -> bytes:
@@ -50,7 +50,7 @@ def diff_page(report: DiffReport, *, max_rows: int = MAX_ROWS) -> bytes:
 
 
 def _amount(tensor: Difference) -> tuple[bool, float]:
-    """Return the sort key of how much a tensor differs: those without a partner or of another shape are first."""
+    """Return the sort key of how much a tensor differs: tensors without a partner or of another shape are first."""
     return tensor.kind not in {"equal", "values"}, tensor.max_abs
 
 

@@ -45,7 +45,7 @@ def stats_page(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]], *, ma
 
     Args:
         series: Checkpoints and their statistics.
-        max_entries: Maximum number of tensors and states; those of a page with more are folded by their names.
+        max_entries: Maximum number of tensors and states; more are folded by their names.
     """
     steps = [checkpoint.step for checkpoint, _ in series]
     stepped = len({step for step in steps if step is not None}) == len(series)
@@ -93,7 +93,7 @@ def _full(tensor: TensorStats, entries: int) -> dict[str, Any]:
 
 
 def _brief(tensor: TensorStats) -> dict[str, Any]:
-    """Return the statistics of a tensor of an older checkpoint, of which the page shows the norm alone."""
+    """Return the statistics of a tensor of an older checkpoint: the page shows only its norm."""
     brief: dict[str, Any] = as_plain(
         {
             "name": tensor.name,
@@ -119,7 +119,7 @@ def _rounded(count: int) -> int:
 
 
 def _folded(entries: Sequence[_Entry], folding: Folding) -> list[_Entry]:
-    """Join the entries of one state and type whose names differ in the number of an expert or layer alone."""
+    """Join the entries of one state and type whose names differ only in the number of an expert or layer."""
     groups: dict[tuple[str, str, str], list[_Entry]] = {}
     for entry in entries:
         tensor = entry.stats

@@ -35,9 +35,9 @@ COPY = np.dtype(
 
 CHECK = np.dtype(
     [
-        ("source", "<u4"),  # where the master lies: index into sources
+        ("source", "<u4"),  # file of the master: index into sources
         ("start", "<u8"),  # its first byte
-        ("copy_source", "<u4"),  # where the module's copy lies
+        ("copy_source", "<u4"),  # file of the module's copy
         ("copy_start", "<u8"),  # its first byte
         ("numel", "<u8"),  # elements to compare
         ("cast", "<u2"),  # index into casts: the master's type, the copy's type
@@ -79,7 +79,7 @@ class ConsistencyChecks:
     rows: NDArray[np.void]
     """Rows of CHECK."""
     guessed: frozenset[int] = frozenset()
-    """Indexes of the names that shapes and the order of the model alone gave to a master."""
+    """Indexes of the masters whose names were derived only from shapes and the order of the model."""
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ class TargetFile:
     gathers: tuple[Gather, ...] = ()
     """Tensors that need assembly in memory."""
     zeros: tuple[tuple[int, int], ...] = ()
-    """(offset, number of bytes) of padding, which stays zero."""
+    """(offset, number of bytes) of padding, which is zero."""
     mode: int = 0o666
     """Permissions, before the umask."""
 
@@ -133,7 +133,7 @@ class CopyPlan:
     """Files to write, byte for byte.
 
     Raises:
-        PlanError: A byte of a target would be written twice or never, or a target's name leads out of the directory.
+        PlanError: A byte of a target would be written twice or never, or the name of a target is outside the directory.
     """
 
     sources: tuple[SourceFile, ...]
@@ -141,7 +141,7 @@ class CopyPlan:
     casts: tuple[tuple[str, str], ...]
     """Pairs of types in safetensors' spelling; equal types are a plain copy."""
     files: tuple[TargetFile, ...]
-    """Files to write; those that make the others look complete (an index) are last."""
+    """Files to write; a file that makes the others look complete (an index) is last."""
     consistency: ConsistencyChecks | None = None
     """Consistency checks to make before the first write."""
 

@@ -2,7 +2,7 @@
 
 Source: torch 2.13, aten/src/ATen/cpu/vec (vectorised casts) and c10/util/BFloat16.h (the scalar one, which fp16 to bf16
 uses). Narrowing to bf16 rounds to nearest even and turns every NaN into one; narrowing to fp16 keeps the top of a NaN's
-payload and makes it quiet; fp64 goes through fp32. Widening is exact, and makes fp16's signalling NaNs quiet.
+payload and makes it quiet; fp64 is cast to fp32 first. Widening is exact, and makes fp16's signalling NaNs quiet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CAST_ELEMENTS = 1 << 19
-"""Elements cast at a time: source and result together stay in a core's cache."""
+"""Elements cast at a time: source and result together fit into a core's cache."""
 
 _BF16_NAN = 0xFFFF
 _BF16_NAN_FROM_FP16 = 0x7FC0

@@ -35,7 +35,7 @@ def elements_in(target: int, numel: int, width: int, start: int, end: int) -> tu
 
 
 class SortedRows:
-    """The copy rows of one target file, sorted by target byte. Rows do not overlap, and none is empty.
+    """The copy rows of one target file, sorted by target byte. Rows do not overlap, and are not empty.
 
     Args:
         casts: (source dtype, target dtype) pairs of the plan.
@@ -46,7 +46,7 @@ class SortedRows:
         self._source_widths, self._widths = (
             np.array([itemsize(pair[side]) for pair in casts], dtype=np.int64) for side in (0, 1)
         )
-        # Empty rows may lie anywhere: with them the ends would not be sorted.
+        # Empty rows may be anywhere: with them the ends would not be sorted.
         rows = copies[copies["numel"] > 0]
         self.rows: NDArray[np.void] = rows[np.argsort(rows["target"], kind="stable")]
         self._targets = self.rows["target"].astype(np.int64)
@@ -59,7 +59,7 @@ class SortedRows:
         return found
 
     def beginning(self, start: int, end: int) -> NDArray[np.void]:
-        """The elements whose first byte lies in [start, end), as rows: ranges that adjoin share no element."""
+        """The elements whose first byte is in [start, end), as rows: adjacent ranges share no element."""
         rows = self.overlapping(start, end).copy()
         target, numel = rows["target"].astype(np.int64), rows["numel"].astype(np.int64)
         width = self._widths[rows["cast"]]
@@ -91,7 +91,7 @@ class FileSplitter:
         return self._part(self._rows.overlapping(start, end).copy(), gathers, start, end)
 
     def beginning(self, start: int, end: int) -> TargetFile:
-        """The elements whose first byte lies in [start, end): no element is split between parts."""
+        """The elements whose first byte is in [start, end): no element is split between parts."""
         return self._part(self._rows.beginning(start, end), tuple(self._split_gathers(start, end)), start, end)
 
     def _split_gathers(self, start: int, end: int) -> Iterator[Gather]:
@@ -190,7 +190,7 @@ def find_shared_reads(plan: CopyPlan, copies: Mapping[int, NDArray[np.void]]) ->
     by, which = _overlaps(begin, end, _apart(begin, end, np.flatnonzero(copied)), casts)
     of = casts[which]
     low, high = np.maximum(begin[by], begin[of]), np.minimum(end[by], end[of])
-    # Neither the ends of a copy nor those of the chunks that it is made in may split an element.
+    # Neither the ends of a copy nor the ends of its chunks may split an element.
     whole = ((begin[by] - begin[of]) % width[of] == 0) & (rows["target"][by].astype(np.int64) % width[of] == 0)
     found = np.bincount(which, weights=np.where(whole, high - low, 0), minlength=len(casts)).astype(np.int64)
     served = found == end[casts] - begin[casts]

@@ -1,8 +1,8 @@
 """Run a save in a background thread, and wait for it at the end of the program.
 
 At the end of a program Python first closes the ``concurrent.futures`` pools of every library, and only then waits for
-threads: a running save would fail. Therefore an exit hook waits for the save before that. If nobody has called ``wait``
-for a failed save by then, the exit status reports the error.
+threads: a running save would fail. Therefore an exit hook waits for the save before that. If ``wait`` was not called
+    for a failed save by then, the exit status reports the error.
 
 Source: CPython 3.10 to 3.13, Lib/threading.py (``_register_atexit``, ``_shutdown``: the hooks run in reverse order),
 Lib/concurrent/futures/thread.py (``_python_exit``) and Python/pylifecycle.c (``flush_std_files``, and ``Py_RunMain``:

@@ -1,7 +1,7 @@
 """Claim the directory of a checkpoint for one attempt of a save, by means of the in-progress marker in it.
 
-The directory may be free; or hold the files of a save that died, which are removed; or hold a checkpoint to replace,
-which is renamed until the new one is committed.
+The directory may be free; or contain the files of a save that died, which are removed; or contain a checkpoint to
+replace, which is renamed until the new one is committed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Claim:
         """Check that no other process has taken over the directory, for example because this save seemed dead.
 
         Raises:
-            TakenError: Another process has.
+            TakenError: Another process has taken it.
         """
         self._storage.refresh([])
         if self.attempt not in (find_text(self._storage, self._marker) or ""):
@@ -155,7 +155,7 @@ class Claim:
         _try_each([partial(self._storage.remove_tree, self.directory), self._restore_replaced, *more])
 
     def release(self) -> None:
-        """Forget the attempt: from now on other saves of this process take it for dead."""
+        """Forget the attempt: from now on other saves of this process treat it as dead."""
         ALIVE.discard(self.attempt)
 
     def _check_dead(self) -> None:
@@ -196,7 +196,7 @@ class Claim:
         storage, directory = self._storage, self.directory
         above, name = posixpath.split(directory)
         aside = posixpath.join(above, aside_name(f"{name}.{secrets.token_hex(4)}"))
-        # After the rename a save that still runs finds none of its files in the directory.
+        # After the rename a save that still runs does not find its files in the directory.
         if storage.rename(directory, aside):
             if storage.exists(posixpath.join(aside, MANIFEST)):
                 storage.rename(aside, directory)

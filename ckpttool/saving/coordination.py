@@ -156,7 +156,8 @@ class Ranks:
     def _acknowledge(self, key: str, what: str, *, wait: bool, keep: bool) -> None:
         """Count the ranks that have the decision; rank 0 deletes the keys of the previous round.
 
-        With ``keep`` the decision stays: ranks that did not make the call read it in their next one, however late.
+        With ``keep`` the decision is not deleted: ranks that did not make the call read it in their next one, however
+        late.
         """
         acknowledged = f"{key}/acknowledged"
         self._call(what, self._store.add, acknowledged, 1)
@@ -237,7 +238,7 @@ def agree_to_begin(
         what: Name of the task, for error messages.
         arguments: JSON data that must be the same on all ranks.
         check: Raises an error on a rank that is not ready.
-        timeout: Seconds that a rank may be behind the others.
+        timeout: Seconds that a rank may lag.
         decide: Called on rank 0 if all ranks are ready; returns JSON data for all ranks.
         hints: By argument, the hint of the error if it differs.
 

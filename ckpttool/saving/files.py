@@ -119,8 +119,8 @@ class PlainFile:
 class ArchiveFile:
     """A file for ``torch.load``.
 
-    Each byte is hashed only once; the CRC-32 of each storage in the archive and those of the chunks are combined from
-    the same pieces.
+    Each byte is hashed only once; the CRC-32 of each storage in the archive and of each chunk are combined from the
+    same pieces.
     """
 
     name: str

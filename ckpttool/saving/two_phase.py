@@ -96,7 +96,7 @@ def save(
         request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; ``root_files`` are each
             rank's own; other fields count on rank 0.
         files: The files of this rank.
-        timeout: Seconds that a rank may be behind rank 0.
+        timeout: Seconds that a rank may lag.
         failed: Error of this rank that makes the save fail.
 
     Raises:
@@ -216,7 +216,7 @@ def _finish(
         if request.latest:
             storage.put(latest, request.tag.encode())
     except CkptError:
-        # All ranks have sent their results: none of them writes any more.
+        # All ranks have sent their results, so no rank writes any more.
         if not committed:
             claim.undo()
         elif named is None:

@@ -48,7 +48,7 @@ def storage_error(path: str, error: OSError) -> StorageError:
     if error.errno == errno.ENOENT:
         return StorageError(path, MISSING, "check the path")
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return StorageError(path, "permission denied", "check who may read and write it")
+        return StorageError(path, "permission denied", "check its permissions")
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return StorageError(path, "no space left on the device", "free some space or choose another place")
     if error.errno == errno.ENOTDIR:
@@ -74,17 +74,17 @@ MANIFEST = "ckpttool.json"
 LATEST = "latest"
 """The file in a root that names the newest tag."""
 LATEST_UNIVERSAL = "latest_universal"
-"""The same for universal checkpoints; it is read if there is no ``latest``."""
+"""The same for universal checkpoints; it is read if ``latest`` is missing."""
 PIN = ".ckpttool-pin"
 """Name of the file that pins a checkpoint: no retention rule removes or thins it."""
 THINNING = ".ckpttool-thinning"
-"""Name of the marker in a whole checkpoint while ``prune`` replaces its files by weights alone."""
+"""Name of the marker in a whole checkpoint while ``prune`` replaces its files with only its weights."""
 WHOLE = ".ckpttool-whole"
 """Name of the in-progress marker of a local output once all is written and compared, until the directory is renamed."""
 BESIDE = frozenset({MARK, PIN, THINNING, WHOLE})
-"""Names of files in the directory of a checkpoint that are no part of it."""
+"""Names of files in the directory of a checkpoint that are not part of it."""
 MAX_DEPTH = 32
-"""Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests for ever."""
+"""Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests without end."""
 NO_NAMES = frozenset({"", ".", ".."})
 """Components that a key of an object may have, but a path of a file may not."""
 FOLLOW_LINKS = "follow_links"
@@ -92,7 +92,7 @@ FOLLOW_LINKS = "follow_links"
 OPEN_BUDGET = "open_budget"
 """Option that multiplies the limits of opening a checkpoint; see ``budget``."""
 OF_OPENING = {FOLLOW_LINKS, OPEN_BUDGET}
-"""Options of ckpttool itself, beside those of a storage; all others go to the fsspec class."""
+"""Options of ckpttool itself, not of a storage; all others go to the fsspec class."""
 
 
 class Entry(NamedTuple):
@@ -164,14 +164,14 @@ class Reader(RangeReader, Protocol):
 
 
 class StorageSpec:
-    """The description of a storage, as data. Layouts and plans hold it in the place of the open storage.
+    """The description of a storage, as data. Layouts and plans contain it instead of the open storage.
 
     It pickles without connections; ``connect`` opens it again in another process. Compares by
     identity: two specs may open the same storage with other options.
 
     Args:
         opener: Function or class at the top of a module.
-        arguments: Positional arguments of the opener; may hold credentials.
+        arguments: Positional arguments of the opener; may contain credentials.
         remote: ``Storage.remote``.
     """
 
@@ -317,7 +317,7 @@ class PartWriter(Protocol):
 class Writer(Protocol):
     """Writes one file in parts. Threads may share it. No reader sees the file before ``commit``.
 
-    Classes that inherit from it take parts of this process alone, in any order, unless they override methods.
+    Classes that inherit from it take only parts of this process, in any order, unless they override methods.
     """
 
     path: str
@@ -374,7 +374,7 @@ class Writer(Protocol):
         raise StorageError(self.path, "can be written by only one process", "write it to S3, or to local disk")
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
-        """Record what ``PartWriter.write`` returned for a part.
+        """Record the result of ``PartWriter.write`` for a part.
 
         Raises:
             StorageError: The storage rejects the part.
@@ -538,7 +538,7 @@ class Described:
         raise NotImplementedError
 
     def __reduce__(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
-        return self.describe()  # another process opens it anew, without cached listings
+        return self.describe()  # another process opens it again, without cached listings
 
     @property
     def spec(self) -> StorageSpec:
@@ -548,7 +548,7 @@ class Described:
             if spec is None:
                 opener, arguments = self.describe()
                 spec = StorageSpec(opener, arguments, self.remote)
-                # Weak, because the table below holds the storage for as long as the spec lives.
+                # Weak, because the table below keeps the storage for as long as the spec lives.
                 self._spec = weakref.ref(spec)
                 _OPEN[spec] = self
             return spec

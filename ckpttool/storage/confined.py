@@ -1,8 +1,8 @@
 """Read checkpoints on local disk without following symbolic links out of their root.
 
-A checkpoint from an untrusted source may hold a link to any file of this user; a command would show that file, or copy
-it to a place where others can read it. This storage follows links that stay inside the checkpoint's root, and links of
-a Hugging Face cache from ``snapshots`` to the sibling directory ``blobs``.
+A checkpoint from an untrusted source may contain a link to any file of this user; a command would show that file, or
+copy it to a place where others can read it. This storage follows links inside the checkpoint's root, and links of a
+Hugging Face cache from ``snapshots`` to the sibling directory ``blobs``.
 
 Source: huggingface_hub 1.0, ``file_download.py`` (``_create_symlink``): ``models--ORG--NAME/snapshots/REVISION/FILE``
 is a link to ``../../blobs/ETAG``.
@@ -96,12 +96,12 @@ class ConfinedStorage(LocalStorage):
         return reader
 
     def holds(self, path: str) -> bool:
-        """Return whether the resolved path lies in an allowed directory."""
+        """Return whether the resolved path is in an allowed directory."""
         real = os.path.realpath(path)
         return any(_is_within(real, base) for base in self._allowed(os.path.abspath(path)))
 
     def _check(self, path: str, real: str) -> None:
-        """Refuse a path whose resolved path lies outside the allowed directories."""
+        """Refuse a path whose resolved path is outside the allowed directories."""
         full = os.path.abspath(path)
         if not any(_is_within(real, base) for base in self._allowed(full)):
             problem, hint = (
@@ -111,7 +111,7 @@ class ConfinedStorage(LocalStorage):
             raise LinkError(path, problem, hint, (FOLLOW_LINKS,))
 
     def _allowed(self, full: str) -> list[str]:
-        """Return the directories in which the resolved path of ``full`` may lie."""
+        """Return the directories that may contain the resolved path of ``full``."""
         found: list[str] = []
         for base in self.bases:
             above = os.path.dirname(base)
@@ -119,7 +119,7 @@ class ConfinedStorage(LocalStorage):
                 found += _link_targets(base)
                 if any(os.path.isfile(os.path.join(above, name)) for name in (LATEST, LATEST_UNIVERSAL)):
                     found.append(os.path.realpath(above))
-        # The parent of a tag's directory holds sidecar files and other tags.
+        # The parent of a tag's directory contains sidecar files and other tags.
         return found or _link_targets(os.path.dirname(full))
 
 

@@ -488,7 +488,7 @@ class RemoteStorage(Described):
             self.forget()
         directories = {posixpath.dirname(self.key(path)): posixpath.dirname(path) for path in paths}
         # A directory with others below it is listed as a tree. A few unrelated directories are listed one by one: the
-        # tree of their common parent may hold many other files.
+        # tree of their common parent may contain many other files.
         tops = _tops(directories)
         if len(tops) > FAR_APART and (shared := posixpath.commonpath(list(tops))).strip("/"):
             tops = {shared: True}
@@ -541,7 +541,7 @@ class RemoteStorage(Described):
         return str(self.fs._strip_protocol(scheme + path[len(scheme) :]))
 
     def is_same(self, other: object) -> bool:
-        """Return whether a path means the same file in another storage."""
+        """Return whether a path names the same file in another storage."""
         return isinstance(other, RemoteStorage) and type(self.fs) is type(other.fs)
 
     # ------------------------------------------------------------------------------------------- reading
@@ -673,7 +673,7 @@ class RemoteStorage(Described):
         return {}
 
     def abort_uploads(self, path: str, names: Iterable[str]) -> None:
-        """Abort the uploads of these files that killed runs left below a path; most storages do so themselves."""
+        """Abort the uploads of these files that killed runs left below a path; most storages do so on their own."""
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored.
@@ -731,7 +731,7 @@ class RemoteStorage(Described):
 
 
 def _tops(directories: Iterable[str]) -> dict[str, bool]:
-    """Return the directories without a parent among the others, and whether others lie below them."""
+    """Return the directories without a parent among the others, and whether they contain others."""
     tops: dict[str, bool] = {}
     for key in sorted(directories, key=lambda d: d.split("/")):
         top = next(reversed(tops), None)

@@ -274,8 +274,8 @@ def _is_aside(name: str) -> bool:
 def aside_name(name: str) -> str:
     """Return the name of a directory during its removal.
 
-    It holds a checksum, so that a directory to which a user gave a name with the same suffix is never removed. A marker
-    file would need space, and a removal must succeed on a full disk.
+    It contains a checksum, so that a user's directory with the same suffix is never removed. A marker file would need
+    space, and a removal must succeed on a full disk.
     """
     aside = _checked(name)
     return aside if len(os.fsencode(aside)) <= MAX_NAME_BYTES else _checked(f"{zlib.crc32(os.fsencode(name)):08x}")
@@ -295,7 +295,7 @@ def remove_tree(path: str) -> None:
 
 
 def remove_local(path: str) -> None:
-    """Rename a directory on local disk, then remove it; rename it back if that fails before anything is gone.
+    """Rename a directory on local disk, then remove it; rename it back if that fails before any file is removed.
 
     Raises:
         StorageError: The directory cannot be removed.
@@ -343,7 +343,7 @@ def _check_removable(path: str) -> int:
     """Return the number of files and directories below a directory.
 
     Raises:
-        OSError: A permission that is missing forbids to remove one of them, or the directory itself.
+        OSError: A missing permission forbids removing one of them, or the directory itself.
     """
     _check_deletable(os.path.dirname(path) or ".", [os.path.basename(path)])
     count = 0
@@ -361,7 +361,7 @@ def _check_deletable(directory: str, names: list[str]) -> None:
     """Check that the entries of a directory may be deleted, as far as that is known without trying.
 
     Raises:
-        OSError: One may not.
+        OSError: An entry may not be deleted.
     """
     if names and not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
@@ -381,11 +381,11 @@ def remove_remote(storage: WritableStorage, path: str) -> None:
     """Remove all files below a remote path; write the marker that makes readers refuse it first, delete it last.
 
     Raises:
-        StorageError: A file cannot be removed. If none is, the directory is as it was.
+        StorageError: A file cannot be removed. If no file was removed, the directory is unchanged.
     """
     names = [name for name, _ in walk(storage, path) if name != MARK]
     mark = f"{path}/{MARK}"
-    # Deleting what does not exist needs the same right: without it, no reader is to find the marker.
+    # Deleting a missing file needs the same permission. Without it, the marker must not be written.
     storage.delete([f"{mark}.probe"])
     before = _read(storage, mark)
     storage.put(mark, REMOVAL_MARK.encode())
@@ -418,7 +418,7 @@ def _read(storage: Storage, path: str) -> bytes | None:
 
 
 MAX_HOPS = 40
-"""Most links that a link leads through, as in Linux: more are a loop."""
+"""Most links in a chain of links, as in Linux: a longer chain is a loop."""
 ATTEMPTS = 10
 """Maximum number of attempts to write a small file while other processes remove incomplete files."""
 
@@ -438,7 +438,7 @@ class LocalReader:
     def __init__(self, path: str) -> None:
         self.path = path
         with translate_os_errors(path):
-            # Non-blocking: to open a named pipe would wait for a writer for ever.
+            # Non-blocking: opening a named pipe would wait for a writer.
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             info = os.fstat(self.fd)
         if not stat_module.S_ISREG(info.st_mode):
@@ -700,7 +700,7 @@ class LocalStorage(Described):
         remove_local(path.rstrip("/"))
 
     def abandon(self, path: str) -> None:
-        """Do nothing: temporary files lie in the directory itself."""
+        """Do nothing: temporary files are in the directory itself."""
 
 
 def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool, over: str | None) -> bool:
@@ -734,7 +734,7 @@ def is_linked(storage: Storage, root: str, path: str) -> bool:
 
 
 def links_below(root: str) -> list[tuple[str, str]]:
-    """Return the symbolic links below a directory and what each leads to; none for a URL.
+    """Return the symbolic links below a directory and their targets; empty for a URL.
 
     Returns:
         For each link its path relative to the directory, and the resolved path of its target. A link to another link
@@ -755,18 +755,18 @@ def links_below(root: str) -> list[tuple[str, str]]:
 
 
 def link_into(links: Sequence[tuple[str, str]], root: str, path: str) -> str | None:
-    """Return a link that would lead nowhere without a directory, relative to the root; None without one.
+    """Return a link, relative to the root, that would dangle without a directory; None if there is not one.
 
     Args:
         links: ``links_below`` the root.
         root: A directory.
-        path: The directory below it. Links inside it go with it.
+        path: The directory below it. Links inside it are removed with it.
     """
     real, base = os.path.realpath(path), os.path.realpath(root)
     for name, target in links:
         place = os.path.join(base, name)
         inside = f"{target}/".startswith(f"{real}/")
-        above = f"{real}/".startswith(f"{target}/") and target.startswith(f"{base}/")  # such as of a tag "a/b" the "a"
+        above = f"{real}/".startswith(f"{target}/") and target.startswith(f"{base}/")  # for a tag "a/b", such as "a"
         if (inside or above) and not f"{place}/".startswith((f"{real}/", f"{target}/")):
             return name
     return None

@@ -41,7 +41,7 @@ ALIGNMENT = 4096
 
 
 def open_direct(path: str, directory: Directory | None = None) -> int:
-    """Open an existing file for direct writes; return -1 if its file system supports none.
+    """Open an existing file for direct writes; return -1 if its file system does not support them.
 
     Args:
         path: Path of the file, or its name in ``directory``.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::.*://)")
-"""Scheme of a URL; in a chain of URLs, that of the first."""
+"""Scheme of a URL; in a chain of URLs, the first one's."""
 _AZURE = {"abfs", "abfss", "az", "adl", "wasb", "wasbs"}
 """Schemes whose URLs have a container before the "@"."""
 
@@ -68,7 +68,7 @@ def without_credentials(url: str) -> str:
     host, _, tail = rest.partition("/")
     if "@" in host:
         return f"{scheme}://{rest[len(host.rpartition('@')[0]) + 1 :]}"
-    # A secret key of AWS may contain a slash. Otherwise the text behind a colon is a port number.
+    # A secret key of AWS may contain a slash. Otherwise the text after a colon is a port number.
     if "@" in tail and re.search(r"^[^\[]*:(?!\d*$)", host):
         return f"{scheme}://{tail.partition('@')[2]}"
     return url

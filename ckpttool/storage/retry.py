@@ -38,12 +38,12 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 8.0
 """Longest pause in seconds."""
 
-NO_BUCKET = "there is no such bucket"
+NO_BUCKET = "the bucket does not exist"
 _SIGN_IN = "sign in again, or check the environment, the profile and storage_options"
 _EXPIRED = ("the credentials have expired", _SIGN_IN)
 _STILL_EXPIRED = "refreshed credentials are still expired"
 """Text of botocore's RuntimeError; it has no class of its own."""
-NO_CREDENTIALS = ("there are no credentials", _SIGN_IN)
+NO_CREDENTIALS = ("no credentials were found", _SIGN_IN)
 """Error message and hint for a store that requires credentials."""
 BAD_OPTIONS = ("has options that its file system does not accept", "check storage_options")
 """Error message and hint for options that the fsspec class refuses."""
@@ -55,9 +55,9 @@ _MESSAGE_OF_CODE = {
     "NoSuchKey": (MISSING, "check the path"),
     "NoSuchUpload": ("another process aborted its upload", "check that no other run writes it, then try again"),
     "404": (MISSING, "check the path"),
-    "AccessDenied": ("access denied", "check what these credentials may do"),
-    "AllAccessDisabled": ("access denied", "check what these credentials may do"),
-    "403": ("access denied", "check what these credentials may do"),
+    "AccessDenied": ("access denied", "check the permissions of these credentials"),
+    "AllAccessDisabled": ("access denied", "check the permissions of these credentials"),
+    "403": ("access denied", "check the permissions of these credentials"),
     "401": ("the credentials are not accepted", _SIGN_IN),
     "ExpiredToken": _EXPIRED,
     "ExpiredTokenException": _EXPIRED,
@@ -68,8 +68,8 @@ _MESSAGE_OF_CODE = {
     "InvalidClientTokenId": ("the credentials are not accepted", _SIGN_IN),
     "AuthorizationHeaderMalformed": ("the region or the credentials are wrong", _SIGN_IN),
     "RequestTimeTooSkewed": ("this machine's clock is wrong", "set it, then try again"),
-    "PermanentRedirect": ("lies in another region", "set storage_options client_kwargs.region_name=..."),
-    "301": ("lies in another region", "set storage_options client_kwargs.region_name=..."),
+    "PermanentRedirect": ("is in another region", "set storage_options client_kwargs.region_name=..."),
+    "301": ("is in another region", "set storage_options client_kwargs.region_name=..."),
     "400": ("the request was refused, without a reason", _SIGN_IN),
     "PreconditionFailed": ("changed while it was being read", WAIT),
     "412": ("changed while it was being read", WAIT),
@@ -84,7 +84,7 @@ _MESSAGE_OF_CODE = {
     "InvalidResourceName": ("is not a name that the store accepts", "check the URL"),
     "OutOfRangeInput": ("is not a name that the store accepts", "check the URL"),
 }
-"""Error message and hint by code of S3 or Azure, or by HTTP status if there is no code; retries do not help."""
+"""Error message and hint by code of S3 or Azure, or by HTTP status without a code; retries do not help."""
 _TEMPORARY_CODES = {
     "SlowDown",
     "ServiceUnavailable",
@@ -122,7 +122,7 @@ _MESSAGE_OF_CLASS = {
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
     "TypeError": BAD_OPTIONS,
     "FileNotFoundError": (MISSING, "check the path"),
-    "PermissionError": ("access denied", "check what these credentials may do"),
+    "PermissionError": ("access denied", "check the permissions of these credentials"),
     "NotADirectoryError": ("is not a directory", "pass a checkpoint's directory"),
     "IsADirectoryError": ("is a directory", "pass a file"),
     "FileExistsError": ("exists already", "choose another name"),
@@ -164,11 +164,11 @@ _TEMPORARY_NUMBERS = {
     errno.EAGAIN,
 }
 _DISK_NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.EFBIG}
-"""Errors of remote file systems such as SFTP that mean the same as those of local disk."""
+"""Errors of remote file systems such as SFTP that mean the same as on local disk."""
 
 
 class ShortReadError(Exception):
-    """A store sent another number of bytes than the request asked for."""
+    """A store sent a different number of bytes than requested."""
 
 
 def call(path: str, function: Callable[[], T], retries: Tally) -> T:

@@ -91,7 +91,7 @@ class S3Storage(RemoteStorage):
     def look(self, key: str) -> list[dict[str, Any]]:
         """Return s3fs's infos of a directory's entries, or of the object at that key.
 
-        Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may hold very many objects.
+        Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may contain very many objects.
         """
         if "/" not in key:
             return super().look(key)
@@ -101,7 +101,7 @@ class S3Storage(RemoteStorage):
         return found
 
     def is_dir(self, path: str) -> bool:
-        """Return whether any object lies below the path; one request."""
+        """Return whether there is any object below the path; one request."""
         key = self.key(path).rstrip("/")
         if self._lookup(path)[0] or "/" not in key:
             return super().is_dir(path)
@@ -349,7 +349,7 @@ def part_bytes(nbytes: int) -> int:
 
 
 def answer_of(error: BaseException) -> tuple[int, str]:
-    """Return HTTP status and error code of the answer behind an error; 0 and "" without an answer."""
+    """Return HTTP status and error code of the answer that caused an error; 0 and "" without an answer."""
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))

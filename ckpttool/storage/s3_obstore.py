@@ -71,7 +71,7 @@ def _check_options(fs: Any) -> None:
     """Check that the options of s3fs do not change requests in unknown ways.
 
     Raises:
-        ValueError: An option may.
+        ValueError: An option may change them.
     """
     given = fs.storage_options
     unknown = set(given) - KNOWN_OPTIONS
@@ -168,7 +168,7 @@ class ObstoreRanges:
         self._refused = None
 
     def _credentials(self) -> dict[str, Any]:
-        """Return credentials as botocore finds and renews them; obstore asks anew when they are about to expire."""
+        """Return credentials as botocore finds and renews them; obstore asks again when they are about to expire."""
         try:
             frozen = self._found.get_frozen_credentials()
         except Exception as error:

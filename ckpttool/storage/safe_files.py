@@ -1,7 +1,7 @@
 """Create, open and remove files in a directory of this user, beside directories that other users can write to.
 
 Every lookup is relative to the descriptor of the open directory: another user may rename it, or put a link in its
-place, and the files stay where they are.
+place, and the files are not affected.
 
 Source: Linux, open(2): ``O_NOFOLLOW``, ``O_EXCL``, ``openat``; Linux, proc(5): ``fs.protected_symlinks``.
 """

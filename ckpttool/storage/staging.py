@@ -130,7 +130,7 @@ SUFFIX = ".partial"
 SHARED = ".ckpttool-shared"
 """Name of a directory with a file of a random name, by which workers on other nodes recognise the staging directory."""
 ASIDE = ".ckpttool-replaced"
-"""Name of the directory that holds replaced files of an existing OUT until the commit is done."""
+"""Name of the directory that contains replaced files of an existing OUT until the commit is done."""
 MOVES = ".ckpttool-moves"
 """Name of a directory with an empty file for each name that a commit moves into an existing OUT."""
 KEPT = ".replaced"
@@ -138,7 +138,7 @@ KEPT = ".replaced"
 MAX_KEPT_BYTES = 1 << 28
 """Most bytes of a sidecar file that are compared and kept."""
 OWN = frozenset({MARK, WHOLE, JOURNAL, SHARED, ASIDE, MOVES})
-"""Names in the staging directory that are no part of the output."""
+"""Names in the staging directory that are not part of the output."""
 _RANDOM = r"[0-9a-f]{16}"
 _INSIDE = re.compile(rf"\.{_RANDOM}{re.escape(SUFFIX)}")
 """Name of a staging directory inside OUT."""
@@ -159,7 +159,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
 
     Args:
         out: The output directory.
-        overwrite: Whether OUT may hold files; None if the command offers no ``overwrite``.
+        overwrite: Whether OUT may contain files; None if the command has no ``overwrite``.
 
     Raises:
         StorageError: OUT is not a directory, is not empty, or its parent cannot be written.
@@ -189,7 +189,7 @@ def check_target(out: str, *, overwrite: bool | None) -> None:
 
 
 def free_bytes(out: str) -> int:
-    """Return the bytes that an output can take: free ones, and those of leftovers, which are removed or reused first.
+    """Return the bytes that an output can take: free bytes, and leftovers, which are removed or reused first.
 
     Raises:
         StorageError: The file system cannot be asked.
@@ -241,13 +241,13 @@ def staged(
     """Context manager: yield a staging directory; move it to ``out`` if the body succeeds, remove it if not.
 
     One rename creates a new OUT. Into an existing OUT the commit moves files one by one: first new files, then files
-    selected by ``replaces``, then ``last`` (an index, say). Meanwhile OUT holds an in-progress marker: no reader takes
-    a mixture for a complete output. If a move fails, the commit restores the old files.
+    selected by ``replaces``, then ``last`` (an index, say). Meanwhile OUT contains an in-progress marker, so no reader
+    accepts a mixture as a complete output. If a move fails, the commit restores the old files.
 
     The staging directory has a name that nobody can guess, and only this user may enter it: no other user can put a
-    link or a file into it. The next run to the same OUT finds what an interrupted run left by its name: files that its
-    commit moved are moved back, and the directory is reused (``resume``) or removed. If two runs to one OUT start at
-    the same moment, both may be refused.
+    link or a file into it. The next run to the same OUT finds the staging directory of an interrupted run by its name.
+    It moves back the files that the interrupted commit moved, and reuses (``resume``) or removes the directory. If two
+    runs to one OUT start at the same moment, both may be refused.
 
     Nothing is synced to disk, like ``cp``: these outputs can be made again after a power failure.
 
@@ -294,7 +294,7 @@ def staged(
 
 
 def _put(directory: Directory, name: str, data: bytes) -> None:
-    """Write a new file, or none."""
+    """Write a new file; remove it on failure."""
     fd = directory.create(name)
     try:
         write_at(fd, data, 0, os.path.join(directory.path, name))
@@ -306,14 +306,14 @@ def _put(directory: Directory, name: str, data: bytes) -> None:
 
 
 def _remove(directory: Directory) -> None:
-    """Remove the files of a staging directory, then its marker and itself; the marker stays if a file stays."""
+    """Remove the files of a staging directory, then its marker and itself; keep the marker if a removal fails."""
     for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
         directory.remove(name)
     os.rmdir(directory.path)
 
 
 def _remove_empty(path: str, existing: str) -> None:
-    """Remove empty directories from ``path`` up to ``existing``, which stays."""
+    """Remove empty directories from ``path`` up to ``existing``, which is kept."""
     with contextlib.suppress(OSError):
         while path != existing and path.startswith(existing):
             os.rmdir(path)
@@ -323,7 +323,7 @@ def _remove_empty(path: str, existing: str) -> None:
 def _place(out: str) -> tuple[str, str]:
     """Return the parent of OUT's staging directories, and how their names begin: siblings of OUT, for the rename.
 
-    They lie inside OUT if OUT is a mount point, or its parent is not writable.
+    They are inside OUT if OUT is a mount point, or its parent is not writable.
     """
     out = os.path.realpath(out)
     above, name = os.path.split(out)
@@ -333,12 +333,12 @@ def _place(out: str) -> tuple[str, str]:
 
 
 def _names(names: Iterable[str]) -> set[str]:
-    """Return the names in OUT without those of staging directories."""
+    """Return the names in OUT except staging directories."""
     return {name for name in names if not _INSIDE.fullmatch(name)}
 
 
 def _leftovers(out: str, new: os.stat_result | None = None) -> list[str]:
-    """Return the staging directories of all runs to OUT; those that another user may have changed are left out.
+    """Return the staging directories of all runs to OUT; directories that another user may have changed are left out.
 
     Args:
         out: The output directory.
@@ -365,9 +365,9 @@ def _is_at(path: str, fd: int) -> bool:
 
 
 def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
-    """Create and lock a staging directory with the marker, or take over that of an interrupted run (``resume``).
+    """Create and lock a staging directory with the marker, or take over the one of an interrupted run (``resume``).
 
-    It is locked before the leftovers are looked for, so that of two runs at least one sees the other.
+    It is locked before the search for leftovers, so that at least one of two runs sees the other.
     """
     above, prefix = _place(out)
     path = os.path.join(above, f"{prefix}{secrets.token_hex(8)}{SUFFIX}")
@@ -438,7 +438,7 @@ def _commit(
         for name in (JOURNAL, SHARED):
             with contextlib.suppress(FileNotFoundError):
                 directory.remove(name)
-        # Without any file of its own a later run would not know the directory if this one is killed before the rename.
+        # A later run recognises the directory by this file if this run is killed before the rename.
         directory.rename(MARK, WHOLE)
         os.replace(staging, out)
         with contextlib.suppress(OSError):  # readers ignore it
@@ -489,7 +489,7 @@ def kept_name(name: str, taken: Collection[str]) -> str:
 
 
 def _recover(directory: Directory, out: str) -> None:
-    """Move back what an interrupted commit has moved, unless it had moved everything: then OUT is complete.
+    """Move back the files that an interrupted commit moved. If it moved all of them, OUT is complete.
 
     Raises:
         StorageError: Files of OUT cannot be moved back.
@@ -519,9 +519,9 @@ def _recover(directory: Directory, out: str) -> None:
 
 
 def _moved(staging: str) -> set[str]:
-    """Return the names that a killed commit has moved into OUT; none if it had not begun, or had moved everything.
+    """Return the names that a killed commit has moved into OUT; empty if it had not begun, or had moved all files.
 
-    The marker moves first, and back last. ASIDE is removed before MOVES, so that a part of MOVES is never believed.
+    The marker moves first, and back last. ASIDE is removed before MOVES, so that an incomplete MOVES is never used.
     """
     moves = os.path.join(staging, MOVES)
     if not os.path.isdir(moves) or not os.path.isdir(os.path.join(staging, ASIDE)):

@@ -118,7 +118,7 @@ def plan_dcp(
         consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: The checkpoint holds no tensors, or two entries of one name.
+        PlanError: The checkpoint contains no tensors, or two entries of one name.
     """
     builder, names = CopyBuilder(checkpoint), LAYOUTS[layout]
     parts: dict[str, list[_TensorEntry]] = {}

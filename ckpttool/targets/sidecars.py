@@ -50,7 +50,7 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         copied += [*(random if len(random) == ranks else ()), *position]
     names = {sidecar.name for sidecar in copied}
     if omitted := [c.name for c in random if c.name not in names]:
-        notes.append(f"not copied: the random number state of each rank ({_few(omitted)}); random numbers begin anew")
+        notes.append(f"not copied: the random number state of each rank ({_few(omitted)}); random numbers start again")
     if omitted := [c.name for c in position if c.name not in names]:
         notes.append(f"not copied: positions of data loaders, counted for the source's ranks ({_few(omitted)})")
     if STEPS_OF_RANKS in names and not same_ranks:
@@ -71,7 +71,7 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
 def rank_state_sidecars(checkpoint: Checkpoint, tag: str) -> list[SidecarFile]:
     """Return the rank states to copy to the directory of a tag, unchanged for any number of ranks.
 
-    Each file records its rank and the number of ranks that saved, so that a resume tells its own from others.
+    Each file records its rank and the number of ranks that saved, so that a resume recognises its own.
     """
     return [
         SidecarFile(f"{tag}/{file.name}", checkpoint.path(index), file.nbytes, file.version, checkpoint.storage, None)

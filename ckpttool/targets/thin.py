@@ -1,6 +1,6 @@
 """Checkpoint -> plans of a thin checkpoint: its weights as safetensors, sidecar files, and the state of the run.
 
-The weights are what ``consolidate`` writes. RUN_STATE has what DeepSpeed's model-states files hold beside them; see
+The weights are the output of ``consolidate``. RUN_STATE has the other content of DeepSpeed's model-states files; see
 ``formats.thin``.
 """
 
@@ -55,7 +55,7 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
         dtype: Type of the parameters: "bf16" or "fp32". Buffers keep theirs.
 
     Raises:
-        PlanError: The weights cannot be written, or are not the best that the source holds; or a file of the source
+        PlanError: The weights cannot be written, or are not the best that the source contains; or a file of the source
             has the name of one to write.
     """
     _check_masters(checkpoint)
@@ -71,10 +71,10 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
 
 
 def _check_masters(checkpoint: Checkpoint) -> None:
-    """Check that no fp32 master weights would go that the optimizer holds without a name.
+    """Check that thinning loses no fp32 master weights that the optimizer stores without names.
 
     Raises:
-        PlanError: Some would.
+        PlanError: It would lose some.
     """
     lost = [
         parameter.name
@@ -86,7 +86,7 @@ def _check_masters(checkpoint: Checkpoint) -> None:
     if lost:
         problem = (
             f"may hold fp32 master weights of {len(lost)} parameters, such as {lost[0]}, that its optimizer only "
-            f"numbers: a thin checkpoint would have their {checkpoint.dtype} copies alone"
+            f"numbers: a thin checkpoint would have their {checkpoint.dtype} copies only"
         )
         raise PlanError(checkpoint.location, problem, "pin it, and prune leaves it whole")
 

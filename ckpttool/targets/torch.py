@@ -91,7 +91,7 @@ def without_tensors(value: Any, within: frozenset[int] = frozenset(), keep: Coll
     Args:
         value: Plain data.
         within: Identities of the containers around the value.
-        keep: Keys of storages whose tensors stay.
+        keep: Keys of storages whose tensors are kept.
     """
     if not any(isinstance(v, TensorRef) and v.storage.key not in keep for v in walk(value)):
         return value
@@ -129,7 +129,7 @@ class TorchFileBuilder:
         return view(storage, dtype, 0, state.shape)
 
     def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
-        """Add a storage made of ``pieces``, whose target offsets count from its start; gaps stay zero."""
+        """Add a storage made of ``pieces``, whose target offsets count from its start; gaps are zero."""
         typed = DTYPES[dtype].storage
         key = str(len(self._storages))
         nbytes = numel * itemsize(dtype)

@@ -72,7 +72,7 @@ def _not_loaded(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterat
 
 def _bare_states(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     if has_bare_states(checkpoint):
-        yield "states other than those of experts are bare tensors, as DeepSpeed writes them: they load only at stage 3"
+        yield "states other than experts' are bare tensors, as DeepSpeed writes them: they load only at stage 3"
 
 
 def _newer_copies(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
@@ -245,8 +245,8 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: Consistency
         consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: The checkpoint holds no optimizer states, lacks the group of a parameter, or has a name that is no
-            valid directory name.
+        PlanError: The checkpoint contains no optimizer states, lacks the group of a parameter, or has a name that is
+            not a valid directory name.
     """
     _check_tag(tag)
     groups = _check_groups(checkpoint)
@@ -322,7 +322,7 @@ def _parameter_files(
         folder = f"{tag}/{FOLDER}/{parameter.name}"
         if parameter.name in groups:
             extra |= _slicing(parameter)
-            # Masters that the run kept in 16 bit stay so, as DeepSpeed's converter leaves them.
+            # Masters that the run kept in 16 bit are written in 16 bit, as by DeepSpeed's converter.
             dtype = parameter.states[MASTER].dtype if MASTER in parameter.states else "F32"
             metadata = None if bare and not _expert(parameter) else extra
             yield _state_file(builder, f"{folder}/{MASTER}.pt", checkpoint.weights(parameter), dtype, metadata)

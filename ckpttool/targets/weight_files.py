@@ -89,7 +89,7 @@ def safetensors_files(
         first: Further metadata of the first file.
 
     Raises:
-        PlanError: A tensor has a name that the format cannot hold, or the header of a file is too large.
+        PlanError: A tensor has a name that the format cannot store, or the header of a file is too large.
     """
     check_names(checkpoint.location, [*(w.name for w in selection.weights), *selection.aliases])
     taken = {"format", *metadata, *first} & set(selection.aliases)
@@ -111,14 +111,14 @@ def safetensors_files(
 
 
 def check_names(location: str, names: Iterable[str]) -> None:
-    """Refuse names that the format cannot hold.
+    """Refuse names that the format cannot store.
 
     Args:
         location: The source, for errors.
         names: Names of tensors.
 
     Raises:
-        PlanError: There is one.
+        PlanError: A name is refused.
     """
     for name in names:
         if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):
@@ -209,7 +209,7 @@ def optimizer_files(
 
 
 def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str]]:
-    """Return the JSON text, and what it does not keep."""
+    """Return the JSON text, and remarks on omitted values."""
     losses = [f"not kept: {name}, which belongs to no parameter" for name in checkpoint.nonpartitionable]
     if scales_losses(checkpoint.loss_scaler):
         losses.append("not kept: the loss scale; a resumed fp16 run begins with a new one")
@@ -305,7 +305,7 @@ class WeightChoice:
         """Refuse values that no checkpoint allows.
 
         Raises:
-            ArgumentError: There is one.
+            ArgumentError: A value is refused.
         """
         check_choice("weights_from", self.weights_from, ("masters", "module"))
         check_choice("to", self.to, ("safetensors", "torch"))
@@ -340,7 +340,7 @@ class WeightFiles:
     plan: CopyPlan
     selection: WeightSelection
     index: str
-    """Name of the file that is committed last; "" for one file alone."""
+    """Name of the file that is committed last; "" for a single file."""
     companions: tuple[str, ...]
     """Sidecar files that are copied."""
     notes: tuple[str, ...]
@@ -356,7 +356,7 @@ def plan_weight_files(
         checkpoint: The source.
         chosen: The weights.
         out: The output directory, for messages.
-        companions: Sidecar files to write; None for those beside the checkpoint.
+        companions: Sidecar files to write; None for the files beside the checkpoint.
 
     Raises:
         CkptError: The checkpoint has no such weights, or new names collide.
@@ -373,7 +373,7 @@ def plan_weight_files(
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=weights.STEM)
         companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (weights.CONFIG, "README.md"))
         if weights.CONFIG not in {c.name for c in companions}:
-            notes.append(f"there is no {weights.CONFIG} beside the checkpoint: PEFT needs one in {out}")
+            notes.append(f"{weights.CONFIG} is missing beside the checkpoint: PEFT needs one in {out}")
         index = ""
     else:
         selection = select_weights(
@@ -411,7 +411,7 @@ def _plan_weights(
 def _plan_with_optimizer(
     checkpoint: Checkpoint, selection: WeightSelection, dtype: str, limit: int, consistency: ConsistencyChecks | None
 ) -> tuple[CopyPlan, str, list[str]]:
-    """Return the plan, the name of the file that is committed last, and what the files do not keep."""
+    """Return the plan, the name of the file that is committed last, and remarks on omitted values."""
     from ckpttool.formats.optimizer_states import SAVE
 
     builder = CopyBuilder(checkpoint)

@@ -28,7 +28,7 @@ MAX_NAME = 4096
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """One rule for names. Names that it does not match stay as they are."""
+    """One rule for names. Names that it does not match are kept."""
 
     text: str
     """The rule as the user wrote it."""
@@ -79,7 +79,7 @@ def _substitution(rule: str) -> Renaming:
     hint = f"write 's/PATTERN/REPLACEMENT/', or one of {', '.join(READY_MADE)}"
     mark = rule[1:2]
     if not rule.startswith("s") or not mark or mark.isalnum() or mark in {"\\", "_", " "}:
-        raise ArgumentError("rename", f"is {brief(rule)}, which is no rule", hint)
+        raise ArgumentError("rename", f"is {brief(rule)}, which is not a rule", hint)
     # The separator is escaped by a backslash inside the pattern and the replacement.
     parts = re.split(rf"(?<!\\){re.escape(mark)}", rule[2:])
     if len(parts) != 3 or not set(parts[2]) <= {"g", "i"}:
@@ -89,7 +89,7 @@ def _substitution(rule: str) -> Renaming:
         compiled = re.compile(pattern, re.IGNORECASE if "i" in parts[2] else 0)
         compiled.sub(new, "")  # parses the replacement
     except (re.error, IndexError) as error:
-        raise ArgumentError("rename", f"is {brief(rule)}, which is no regular expression: {error}", hint) from None
+        raise ArgumentError("rename", f"is {brief(rule)}, which is not a regular expression: {error}", hint) from None
     count = 0 if "g" in parts[2] else 1
     return Renaming(rule, lambda name: compiled.sub(new, name, count=count))
 
@@ -131,7 +131,7 @@ def _check_names(new: Mapping[str, str], aliases: Mapping[str, str], location: s
     """Refuse new names that are empty, too long or the same.
 
     Raises:
-        PlanError: There is one.
+        PlanError: A name is refused.
     """
     owners: dict[str, str] = {}
     for name, made in new.items():
@@ -161,7 +161,7 @@ def index_file(
         names: Names of the shards.
         shards: Their tensors.
         selection: The tensors to write.
-        aliases: Whether the files hold tied names too.
+        aliases: Whether the files contain tied names too.
     """
     where = {w.name: file for file, shard in zip(names, shards, strict=True) for w in shard}
     if aliases:
@@ -204,7 +204,7 @@ def select_adapter(checkpoint: Checkpoint, *, source: str, dtype: str) -> Weight
         dtype: As for ``select_weights``.
 
     Raises:
-        PlanError: There is no adapter, or there are several.
+        PlanError: The checkpoint has no adapter, or several.
     """
     parameters = {p.name for p in checkpoint.parameters}
     names = {name: found for name in parameters if (found := adapter_name(name))}

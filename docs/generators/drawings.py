@@ -121,7 +121,7 @@ def stage12() -> str:
         [
             "Each rank holds one equal cut of the flat buffer: fp32 master weights, and each state of the optimizer.",
             "Parameters do not end where partitions end. The padding is at the end of the flat buffer.",
-            "The 16-bit weights lie whole in one file that all ranks share.",
+            "One file that all ranks share contains the whole 16-bit weights.",
         ],
     )
 
@@ -163,7 +163,7 @@ def universal() -> str:
 def commit() -> str:
     """A save of two ranks."""
     return steps_picture(
-        "One save: all of it, or none",
+        "One save: complete, or not at all",
         ["rank 0", "rank 1", "root/TAG/", "root/latest"],
         [
             (0, 1, "agree on tag, step and files", "head"),

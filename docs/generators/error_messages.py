@@ -1,7 +1,8 @@
 """List every error message of ckpttool, taken from the source.
 
 Reads the package as syntax trees, finds each construction of an error class, and follows names, constants, functions
-and callers until the text of the problem and of the hint is known. What only the run knows becomes a {placeholder}.
+and callers until the text of the problem and of the hint is known. Values that are known only at run time become
+{placeholders}.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckpttool"
 BASE = "CkptError"
 UNKNOWN = "{reason}"
-"""Stands for a text that another library or the operating system gives."""
+"""Placeholder of a text from another library or the operating system."""
 DEPTH = 7
 """Most steps from a name to its text."""
 MANY = 24
@@ -31,7 +32,7 @@ ASSIGNING = (ast.Assign, ast.NamedExpr, ast.For, ast.comprehension)
 
 @dataclass(frozen=True)
 class Message:
-    """One message that the package can give."""
+    """One message of the package."""
 
     kind: str
     """Error class."""
@@ -381,7 +382,7 @@ def _name(node: ast.AST | None) -> str:
 
 
 def _placeholder(node: ast.expr) -> str:
-    """A value that only the run knows, by the last name in its expression."""
+    """A value that is known only at run time, by the last name in its expression."""
     while True:
         match node:
             case ast.Call(

@@ -27,7 +27,7 @@ TITLES = {
 
 
 def anchored(messages: Iterable[Message]) -> dict[str, list[Message]]:
-    """Messages by anchor. Messages of one anchor differ in placeholders alone, and share a place on the page."""
+    """Messages by anchor. Messages of one anchor differ only in placeholders, and share a place on the page."""
     result: dict[str, list[Message]] = {}
     for message in messages:
         result.setdefault(message.anchor, []).append(message)
@@ -47,7 +47,7 @@ def find(kind: str, problem: str, messages: Iterable[Message]) -> Message | None
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """What a text with placeholders matches."""
+    """Return the pattern of a text with placeholders."""
     parts = re.split(r"\{[^{}]*\}", re.sub(r"\s+", " ", text))
     return re.compile(".*".join(re.escape(p) for p in parts), re.DOTALL)
 
@@ -69,7 +69,7 @@ def write(path: Path) -> None:
 
 def _hints(hints: list[str]) -> str:
     if not hints:
-        return "The message says all there is to do."
+        return "The message is self-explanatory."
     return "Next step: " + "; or: ".join(_code(h) for h in hints)
 
 

@@ -1,6 +1,6 @@
-"""The table of what is read: features in words, and the bundled checkpoints that show each of them.
+"""The table of supported checkpoints: features in words, and the bundled checkpoints that show each of them.
 
-Stages, types and DeepSpeed releases of a row are those of its checkpoints. Each bundled checkpoint must show something,
+Stages, types and DeepSpeed releases of a row come from its checkpoints. Each bundled checkpoint must show something,
 and each pattern must name one: a test checks both.
 """
 
@@ -23,7 +23,7 @@ class Feature:
     what: str
     """Kind of checkpoint."""
     result: str
-    """What comes out of it."""
+    """The result of reading it."""
     shown_by: tuple[str, ...] = ()
     """Patterns of names of bundled checkpoints."""
 
@@ -41,7 +41,7 @@ FEATURES = (
     Feature("BF16_Optimizer, also with immediate gradient update", "the same", ("zero1-dp*-bf16-grad-fp32*",)),
     Feature(
         "several parameter groups; frozen, tied, scalar, odd-sized and empty parameters; buffers of any type",
-        "exactly what the module has",
+        "exactly as in the module",
         ("zero[123]-dp*", "zero[12]-dp2-bf16-empty"),
     ),
     Feature(
@@ -54,8 +54,8 @@ FEATURES = (
     ),
     Feature(
         "ZenFlow, whose 16-bit weights are newer than the master weights",
-        "the weights are the module's; `--to zero` keeps both as they are, other targets make the master weights of "
-        "the weights and say so",
+        "the weights are the module's; `--to zero` keeps both, other targets compute the master weights from "
+        "the weights, with a note",
         ("zero2-dp2-bf16-zenflow",),
     ),
     Feature(
@@ -64,7 +64,7 @@ FEATURES = (
         "`ckpttool.load` and `--to universal` keep the run's own",
         ("zero2-dp2-bf16-elastic",),
     ),
-    Feature("`exclude_frozen_parameters`", "what was saved", ("zero*-without-frozen",)),
+    Feature("`exclude_frozen_parameters`", "the saved weights and states", ("zero*-without-frozen",)),
     Feature(
         "`round_robin_gradients`, which DeepSpeed's `ds_to_universal` silently corrupts",
         "exact",
@@ -77,7 +77,9 @@ FEATURES = (
     ),
     Feature("CPU offload of optimizer and parameters", "exact", ("zero*-cpu-adam-offload",)),
     Feature(
-        "NVMe offload of the optimizer (`offloaded_tensors`)", "states from where they lie", ("zero3-dp2-bf16-nvme",)
+        "NVMe offload of the optimizer (`offloaded_tensors`)",
+        "states, read from the swap files",
+        ("zero3-dp2-bf16-nvme",),
     ),
     Feature(
         "ZeRO++ hpZ; MiCS (DeepSpeed up to 0.19.7)",
@@ -104,16 +106,16 @@ FEATURES = (
     Feature("AutoEP", "experts stacked, as the model has them", ("autoep-*",)),
     Feature(
         "the same with modules that are registered several times",
-        "a note: DeepSpeed clones what it saves beside experts, and nothing tells the ties; the further names keep "
+        "a note: DeepSpeed clones tensors that it saves beside experts, so ties are not recorded; further names keep "
         "their own copies",
     ),
     Feature(
         "curriculum learning's data sampler, random layerwise token dropping",
-        "a note: their states are not read, and no conversion carries them over",
+        "a note: their states are not read, and no conversion keeps them",
     ),
     Feature(
         "parameters offloaded to NVMe (`offload_param`)",
-        "not supported: training them on a CPU failed, so that there is no checkpoint to compare with",
+        "not supported: training them on a CPU failed, so that a checkpoint to compare with is missing",
     ),
     Feature(
         "pipeline parallelism",
@@ -122,7 +124,7 @@ FEATURES = (
     ),
     Feature(
         "the same at stage 0 in fp16 and fp32",
-        "the model's own weights: no file says which layer a numbered state belongs to",
+        "the model's own weights: no file records the layer of a numbered state",
         ("pipeline-zero0-pp2-dp1-fp32", "pipeline-zero0-pp2-dp2-fp16"),
     ),
     Feature(
@@ -133,10 +135,10 @@ FEATURES = (
         "cut along the right dimension, replicated, averaged, sub-parameters in order, vocabulary without padding",
         ("megatron-*", "pipeline-zero1-pp2-tp2-bf16"),
     ),
-    Feature("tensor parallelism without that information", "refused: nothing tells how the tensors were cut"),
+    Feature("tensor parallelism without that information", "refused: the files do not record how the tensors were cut"),
     Feature(
         "universal checkpoints (0.2 and 0.4, with and without tensor and pipeline parallelism)",
-        "all that is in them",
+        "their whole content",
         ("universal-*",),
     ),
     Feature(
@@ -152,7 +154,7 @@ FEATURES = (
     Feature("older DeepSpeed, elastic checkpoints included", "exact, but for the next rows", ("ds0.*",)),
     Feature(
         "DeepSpeed before 0.5.4, stage 3 with several groups or frozen parameters; the old stage 1 (up to 0.5.8)",
-        "refused: the files do not say what lies where",
+        "refused: the files do not record the place of each parameter",
         ("ds0.3.16-zero3-dp2-fp16",),
     ),
     Feature(
@@ -171,7 +173,7 @@ def shown_by(feature: Feature, names: Sequence[str]) -> list[str]:
 def table(rows: Sequence[Row]) -> list[str]:
     """The lines of the table."""
     lines = [
-        "| checkpoint | what comes out | stages | types | DeepSpeed | shown by |",
+        "| checkpoint | result | stages | types | DeepSpeed | shown by |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     by_name = {row.name: row for row in rows}

@@ -1,8 +1,8 @@
 """Write the support matrix from the bundled checkpoints themselves.
 
-For each fixture: what the files say (release, stage, ranks, type, states), how it was trained (the recipe and its
-options), how many tensors equal, bit for bit, those that the live engine held (``fixtures/truth``), and which
-conversions succeed. Nothing of it is typed by hand, and a tensor that differs stops the build.
+For each fixture: the facts in the files (release, stage, ranks, type, states), how it was trained (the recipe and its
+options), how many tensors equal the live engine's bit for bit (``fixtures/truth``), and which conversions succeed. No
+entry is written by hand, and a tensor that differs stops the build.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row:
     recipe: str
     """Module of ``fixtures/recipes`` that trains it."""
     options: dict[str, Any]
-    """What the recipe adds to DeepSpeed's configuration."""
+    """Additions of the recipe to DeepSpeed's configuration."""
     special: str
     """The description in ``fixtures/README.md``."""
     checkpoint: ckpttool.Checkpoint | None = None
@@ -79,7 +79,7 @@ def read_row(name: str, recipe: str, options: dict[str, Any], special: str) -> R
             continue
         if tensor in facts.get("vocabulary", {}):  # rows that only pad a vocabulary are left out on purpose
             expected = expected[: held.nbytes]
-        assert held.tobytes() == expected, f"{name}: {key} differs from what the engine held"  # noqa: S101
+        assert held.tobytes() == expected, f"{name}: {key} differs from the engine's"  # noqa: S101
         row.equal += 1
     for target, problem in _targets(source, row.checkpoint).items():
         row.targets[target] = problem

@@ -2,7 +2,8 @@
 
     python docs/generators/terminal.py     # writes docs/_static/inspect.svg
 
-The pictures are committed, as README shows them; a test compares their text with what the commands print today.
+The pictures are committed, because README shows them; a test compares their text with the current output of the
+commands.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WIDTH = 112
 
 
 def session() -> str:
-    """What the terminal shows: each command and its output."""
+    """Return each command and its output."""
     shown = []
     before = os.getcwd()
     os.chdir(ROOT)

@@ -77,7 +77,7 @@ def test_what_may_not_be_removed_stays_as_it_was(forbid: Callable[[Path], str], 
     assert done.code == 3
     assert f"{root}/step1: cannot be removed: {problem}" in done.stderr
     (row,) = (line for line in done.stdout.splitlines() if line.startswith("step1"))
-    assert "stays" in row
+    assert "kept" in row
     assert f"cannot be removed: {problem}" in row
     gone = {name: data for name, data in before.items() if not name.startswith("step2/")}
     assert _files(root) == (before if forbid in (_closed_root, _sticky_root) else gone)
@@ -202,7 +202,7 @@ def test_a_tag_that_cannot_be_listed_is_an_entry_that_stays(closed: str, root: P
         done = ckpttool_without_privileges("prune", root, *rules)
         assert done.code == 0, done
         row = next(line for line in done.stdout.splitlines() if line.startswith("step1"))
-        assert "stays" in row
+        assert "kept" in row
         assert problem in row
     assert sorted(p.name for p in root.iterdir() if p.is_dir()) == ["step1", "step3"]
     (root / closed).chmod(0o777)

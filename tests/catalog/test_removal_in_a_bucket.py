@@ -61,7 +61,7 @@ def test_a_removal_that_may_delete_nothing_leaves_all_as_it_was(
         done = ckpttool("prune", bucket.url("run"), *rules)
         assert done.code == 3
         assert "global_step1: cannot be removed: " in done.stderr
-        assert "stays" in next(line for line in done.stdout.splitlines() if line.startswith("global_step1"))
+        assert "kept" in next(line for line in done.stdout.splitlines() if line.startswith("global_step1"))
         assert _objects(bucket) == before
     assert rule.fired
     proxy.clear()

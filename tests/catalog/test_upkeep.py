@@ -484,7 +484,7 @@ def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(
     (root / "step1" / THINNING).write_text("{")
 
     def refuse(*_: object, **__: object) -> bool:
-        raise StorageError("step1/file", "permission denied", "check who may read and write it")
+        raise StorageError("step1/file", "permission denied", "check its permissions")
 
     monkeypatch.setattr(cleanup, "recover", refuse)
     monkeypatch.setattr(cleanup, "is_gone", lambda *_: False)
@@ -717,7 +717,7 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
     (tmp_path / "latest").write_text("step2")
     shown = ckpttool("prune", tmp_path, "--keep-last", 1, "--thin", "bf16", "--dry-run").stdout
     assert "1 would be thinned" in shown
-    assert "a checkpoint whose values are damaged stays whole" in shown
+    assert "a checkpoint whose values are damaged is kept whole" in shown
     with pytest.raises(PruneError, match="cannot be thinned: record "):
         api.prune(tmp_path, keep_last=1, thin="bf16")
     assert not api.inspect(tmp_path / "step1").thin

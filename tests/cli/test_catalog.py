@@ -111,11 +111,10 @@ def test_only_checkpoints_without_a_rule_are_removed(root: Path) -> None:
     before = sorted(os.listdir(root))
     dry = ckpttool("prune", root, "--keep-last", 2, "--dry-run")
     assert sorted(os.listdir(root)) == before
-    assert "would go" in dry.stdout
+    assert "would be removed" in dry.stdout
     done = ckpttool("prune", root, "--keep-last", 2)
     assert [line.split() for line in done.stdout.splitlines()] == [
-        line.replace("would go", "removed").replace("would be removed", "removed").split()
-        for line in dry.stdout.splitlines()
+        line.replace("would be removed", "removed").split() for line in dry.stdout.splitlines()
     ]
     assert sorted(set(before) - set(os.listdir(root))) == ["global_step9"]
     decisions = json.loads(ckpttool("prune", root, "--keep-last", 1, "--json").stdout)
@@ -172,7 +171,7 @@ def test_a_latest_that_is_no_name_makes_one_clear_line(root: Path, s3: Bucket) -
     for where in (root, s3.url("run")):
         done = ckpttool("ls", where)
         assert (done.code, done.stderr) == (0, "")
-        assert "note: latest has 100,000 characters, which is no name of a checkpoint" in done.stdout.splitlines()
+        assert "note: latest has 100,000 characters, too many for the name of a checkpoint" in done.stdout.splitlines()
         assert f"{where}/latest: does not name a tag" in ckpttool("inspect", where).error
         assert "latest has 100,000 characters" in ckpttool("prune", where, "--keep-last", 1).error
 
@@ -224,7 +223,7 @@ def test_a_failed_removal_is_an_error_that_names_the_path(root: Path, monkeypatc
     found = ckpttool("prune", root, "--keep-last", 1)
     assert found.code == 3
     assert f"{root}/global_step9: cannot be removed: permission denied" in found.stderr
-    assert "stays  52.7 kB  cannot be removed" in found.stdout
+    assert "kept  52.7 kB  cannot be removed" in found.stdout
 
 
 def _entry(step: int, **changes: object) -> CatalogEntry:

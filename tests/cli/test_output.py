@@ -395,7 +395,7 @@ def test_an_overwrite_mixes_no_weights_into_another_checkpoint(held: str, tmp_pa
     shutil.copytree(source(name), root)
     out = {"a tag": root / "global_step3", "a root": root, "a Trainer's folder": root}[held]
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    with pytest.raises(StorageError, match="holds a checkpoint, which the weights of another one would be mixed with"):
+    with pytest.raises(StorageError, match="contains a checkpoint, with which the output would be mixed"):
         api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors", overwrite=True)
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
 
@@ -425,7 +425,7 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
     out = open_directory / "out"
     for command in (["inspect", root], ["consolidate", root, out, "--to", "torch"]):
         error = ckpttool_without_privileges(*command).error
-        assert error == f"Error: {secret}: permission denied; check who may read and write it"
+        assert error == f"Error: {secret}: permission denied; check its permissions"
     checked = ckpttool_without_privileges("verify", root)
     assert checked.code == 1
     assert checked.stdout.startswith(f"{secret}: permission denied; ")
@@ -434,7 +434,7 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
     tag.chmod(0)
     for options in [(), ("--tag", "global_step3")]:
         error = ckpttool_without_privileges("inspect", root, *options).error
-        assert error == f"Error: {tag}: permission denied; check who may read and write it"
+        assert error == f"Error: {tag}: permission denied; check its permissions"
     assert not out.exists()
 
 

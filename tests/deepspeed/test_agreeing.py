@@ -155,7 +155,7 @@ def test_a_call_that_one_rank_left_out_does_not_disturb_the_next(found: list[dic
 
 
 def test_tags_that_differ_are_treated_as_the_configuration_says(found: list[dict[str, Any]]) -> None:
-    warning = "rank 1 has tag Warn-1: the save has that of rank 0, Warn-0"
+    warning = "rank 1 has tag Warn-1: the save uses rank 0's, Warn-0"
     assert [one["Warn"] for one in found] == [("", [], ["Warn-0"]), ("", [warning], ["Warn-0"])]
     assert [one["IGNORE"] for one in found] == [("", [], ["IGNORE-0"])] * 2
     for text, _, saved in (one["fail"] for one in found):

@@ -346,9 +346,9 @@ def test_the_life_of_a_manager(found: dict[str, list[Facts]], directory: Path) -
         assert facts["unpicklable"].startswith(
             f"{root}/pickled: was not saved: rank 0: mp_rank_00_model_states.pt: cannot be pickled: "
         )
-        assert facts["unpicklable"].endswith("see what client_state holds; nothing was committed")
+        assert facts["unpicklable"].endswith("check the values in client_state; nothing was committed")
         group = "'base_optimizer_state' > 'param_groups' > 0 > 'f'"
-        assert f"see what 'optimizer_state_dict' > {group} holds" in facts["unpicklable group"]
+        assert f"check the values in 'optimizer_state_dict' > {group}" in facts["unpicklable group"]
         assert len(facts["unsaved"]) == (rank == 0)
         assert all("the states of base (SGD) are not in the state_dict()" in line for line in facts["unsaved"])
         assert facts["views"]

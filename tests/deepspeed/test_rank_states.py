@@ -405,7 +405,7 @@ def test_refusals_are_one_error_on_every_rank(found: Facts) -> None:
         assert re.search(r"rank 0 has rank_state 'given', rank 1 has 'missing'", one["one without"])
         assert one["one without"].endswith("pass rank_state on every rank, or on none")
         assert re.search(r"rank 1: ckpttool_rank_state_00001.pt: cannot be pickled", one["unpicklable"])
-        assert "see what rank_state holds" in one["unpicklable"]
+        assert "check the values in rank_state" in one["unpicklable"]
         assert one["left"] == []
         assert one["of an unknown class"] == ""
         assert "UserDict" in one["restored"]

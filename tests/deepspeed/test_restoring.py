@@ -741,7 +741,7 @@ REFUSED = (
     r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example
     r"holds .*, but the engine's optimizer keeps",  # the engine's differs, such as torch's Adagrad without offload
     r"has states of parameters that DeepSpeed has replaced by masters",
-    r"DeepSpeed has built the optimizer of \d groups anew",
+    r"DeepSpeed has rebuilt the optimizer of \d groups",
     r"no other layout can restore _extra_state, own, count of the model",
 )
 """Why a save may not be restored on other ranks or at another stage."""

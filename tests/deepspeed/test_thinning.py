@@ -132,7 +132,7 @@ def test_a_load_that_wants_more_says_so_in_one_line(
     assert facts["all thin"] == (
         f"{root}-thin: holds a checkpoint, and none can be restored; of the newest: is thin: prune has removed its "
         "optimizer states, and kept the weights; restore one from a copy, load the weights of a thin one with "
-        "ckpttool.load(engine, src, weights_only=True), or choose another root to begin anew"
+        "ckpttool.load(engine, src, weights_only=True), or choose another root to start from scratch"
     )
     assert (facts["weights alone"], facts["restored"]) == ({"step": 2}, "global_step2")
 

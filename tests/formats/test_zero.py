@@ -60,7 +60,7 @@ def test_an_order_that_the_storage_offsets_contradict_is_refused(
 ) -> None:
     root = checkpoint_copy(name)
     damage.swap_equals(root)
-    with pytest.raises(LayoutError, match=r"param_shapes puts norm\..* but its 16-bit copy lies at element"):
+    with pytest.raises(LayoutError, match=r"param_shapes puts norm\..* but its 16-bit copy is at element"):
         open_checkpoint(str(root))
 
 
@@ -198,7 +198,7 @@ def test_extents_beyond_the_end_of_a_file_are_no_checkpoint() -> None:
     sound = open_checkpoint(source("zero1-dp1-bf16"))
     broken = State((4,), "F32", Contiguous(4, 0, sound.files[0].nbytes - 15))
     parameter = replace(sound.parameters[0], states={MASTER: broken})
-    with pytest.raises(LayoutError, match="lies beyond its end"):
+    with pytest.raises(LayoutError, match="is beyond its end"):
         replace(sound, parameters=(parameter,))
 
 

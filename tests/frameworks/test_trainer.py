@@ -299,7 +299,7 @@ def test_a_run_on_disk_resumes_from_a_bucket(runs: dict[str, Any]) -> None:
 
 
 def test_saves_of_weights_alone_are_refused_before_the_training(runs: dict[str, Any]) -> None:
-    assert "cannot save weights alone: save_only_model is on; leave it out" in runs["only-model"]["error"]
+    assert "cannot save only weights: save_only_model is on; leave it out" in runs["only-model"]["error"]
     assert not list((runs["only-model"]["out"] / "run").glob("checkpoint-*"))
 
 
@@ -377,7 +377,7 @@ def test_runs_go_on_at_stage_0_and_from_there(
 
 def test_a_hint_names_what_the_trainer_can_do(runs: dict[str, Any]) -> None:
     error = runs["other-optimizer"]["error"]
-    hint = "build the same optimizer as in the saved run, or begin a new run from its weights, "
+    hint = "build the same optimizer as in the saved run, or start a new run from its weights, "
     assert error.endswith(f"; {hint}which ckpttool.consolidate writes")
 
 

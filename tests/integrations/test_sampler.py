@@ -312,7 +312,7 @@ def test_accelerate_skips_what_was_read(saving: int, resuming: int) -> None:
         assert len(seen) == samples
         if samples % (resuming * batch_size):
             with pytest.raises(
-                PlanError, match=f"{samples} samples: are no whole number of batches of 2 on {resuming}"
+                PlanError, match=f"{samples} samples: are not a whole number of batches of 2 on {resuming}"
             ):
                 batches_to_skip(samples, world_size=resuming, batch_size=batch_size)
             refused += 1

@@ -175,7 +175,7 @@ def test_schedule_and_moving_average_in_the_order_of_the_steps(tmp_path: Path) -
     assert newest_of([ckpttool.inspect(sources[i]) for i in (1, 3, 0)]) == 1
     files = [tmp_path / f"{step}.safetensors" for step in (10, 20)]
     report = ckpttool.average(files, tmp_path / "zero", to="zero", world_size=2, stage=1)
-    assert any(note.startswith("written from weights alone") for note in report.notes)
+    assert any(note.startswith("written from weights only") for note in report.notes)
     held = ckpttool.load_state_dict(tmp_path / "zero", dtype="fp32")
     assert torch.equal(held["weight"], _mean(saved[:2], [1, 1], torch.float32))
 
@@ -197,7 +197,7 @@ def test_live_engine_continues_from_the_mean_with_the_newest_optimizer(tmp_path:
             [source(n) for n in names], out, to="zero", weights=[1, 2, 5], stage=stage, world_size=ranks, prove=True
         )
         assert report.optimizer == ckpttool.inspect(source(names[2])).location
-        assert f"optimizer, step and scheduler are those of {report.optimizer}" in report.notes
+        assert f"optimizer, step and scheduler are copied from {report.optimizer}" in report.notes
         loads.append(Load(str(stage), str(out), stage, ranks))
     means = _expected(names, [1, 2, 5], torch.float32)
     newest = truth(names[-1])

@@ -415,10 +415,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(trained: tuple[
         ({"lora_alpha": "a"}, "has no number lora_alpha"),
         ({"init_lora_weights": "pissa_niter_4"}, "which changed the weights of the base model"),
         ({"init_lora_weights": "olora"}, "which changed the weights of the base model"),
-        ({"alpha_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in alpha_pattern of adapter_config.json, which is no number"),
+        (
+            {"alpha_pattern": {"(q_+)+": 2}},
+            "has '(q_+)+' in alpha_pattern of adapter_config.json, which is not a number",
+        ),
         ({"alpha_pattern": {"q_proj[": 2}}, "has 'q_proj[' in alpha_pattern"),
         ({"alpha_pattern": {"q_proj": "2"}}, "has 'q_proj' in alpha_pattern"),
-        ({"rank_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in rank_pattern of adapter_config.json, which is no number"),
+        ({"rank_pattern": {"(q_+)+": 2}}, "has '(q_+)+' in rank_pattern of adapter_config.json, which is not a number"),
         ({"r": [3]}, "has no number r in adapter_config.json; restore"),
         ({"r": 3}, "has matrices of rank "),
     ):

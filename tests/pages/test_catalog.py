@@ -183,6 +183,6 @@ def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> 
     page = opened(data)
     assert "--keep-last 1 --keep-for 7d --thin-every 10" in page.text("#entries thead")
     rows = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.lastChild.innerText)")
-    assert [row.split(":")[0] for row in rows] == ["thinned to bf16", "goes", "thinned to bf16", "stays"]
+    assert [row.split(":")[0] for row in rows] == ["thinned to bf16", "removed", "thinned to bf16", "kept"]
     assert "frees 1.0 kB, thins 2" in page.text("body")
     page.sound()

@@ -66,7 +66,7 @@ def test_the_life_of_a_run(scheme: str, opened: Open, run_root: Path, tmp_path: 
     assert _cells(page, "entries", 0) == [e.name for e in found.entries]
     decisions = api.prune(run_root, keep_last=1, dry_run=True)
     told = _cells(page, "entries", 8)
-    assert [text.partition(":")[0] == "stays" for text in told] == [d.keep for d in decisions]
+    assert [text.partition(":")[0] == "kept" for text in told] == [d.keep for d in decisions]
     assert all(d.reason in text for d, text in zip(decisions, told, strict=True))
     assert "torn" in _cells(page, "entries", 7)[2]
     assert page.run("page.charts.map((c) => c.title)").count("Size of the checkpoints") == 1

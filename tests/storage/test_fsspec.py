@@ -289,7 +289,7 @@ def _assert_no_secret(text: str) -> None:
         (faults.Answer(403, "InvalidAccessKeyId", "AKIASESAMESESAME"), "the credentials are not accepted"),
         (faults.Answer(403, "SignatureDoesNotMatch", "sesame"), "the credentials are not accepted"),
         (faults.Answer(403, "RequestTimeTooSkewed", "sesame"), "this machine's clock is wrong"),
-        (faults.Answer(404, "NoSuchBucket", "sesame"), "there is no such bucket"),
+        (faults.Answer(404, "NoSuchBucket", "sesame"), "the bucket does not exist"),
         (faults.Answer(400, "AuthorizationHeaderMalformed", "sesame"), "the region or the credentials are wrong"),
         (faults.Answer(418, "Teapot", "sesame"), "the store answered Teapot"),
     ],
@@ -317,14 +317,14 @@ def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
     for command_ in (["inspect"], ["verify"], ["stats"]):
         assert command(command_[0], "s3://no-such-bucket/run").code == (1 if command_ == ["verify"] else 3)
     error = command("inspect", "s3://no-such-bucket/run").error
-    assert error.startswith("Error: s3://no-such-bucket/run: there is no such bucket; ")
+    assert error.startswith("Error: s3://no-such-bucket/run: the bucket does not exist; ")
     error = command("inspect", s3.url("none/at/all")).error
     assert error == f"Error: {s3.url('none/at/all')}: does not exist; check the path"
     proxy.clear()
     command("inspect", s3.url("none/at/all"))
     assert len(proxy.log) <= 4
     error = command("consolidate", source(NAME), "s3://no-such-bucket/run", "--to", "torch").error
-    assert "there is no such bucket" in error
+    assert "the bucket does not exist" in error
 
 
 def test_an_endpoint_at_which_nobody_is(s3: Bucket, run: str) -> None:
@@ -340,7 +340,7 @@ def test_no_credentials_and_no_profile(s3: Bucket, run: str, monkeypatch: pytest
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     error = command("inspect", run).error
-    assert error.startswith(f"Error: {run}: there are no credentials; ")
+    assert error.startswith(f"Error: {run}: no credentials were found; ")
     monkeypatch.setenv("AWS_PROFILE", "sesame")
     SingleAttemptFileSystem.clear_instance_cache()
     error = command("inspect", run).error
@@ -424,7 +424,7 @@ def test_unknown_and_missing_schemes(tmp_path: Path) -> None:
 
 def test_several_places_at_once_are_refused(s3: Bucket, run: str) -> None:
     error = command("inspect", run, "--part", source(NAME)).error
-    assert "does not lie on the same storage as" in error
+    assert "is not on the same storage as" in error
 
 
 # ------------------------------------------------------------------------------------------- storages without more

@@ -60,7 +60,7 @@ class _AzureCode(str, enum.Enum):
 
 
 GOOD = [
-    (client_error("NoSuchBucket", 404), "there is no such bucket"),
+    (client_error("NoSuchBucket", 404), "the bucket does not exist"),
     (client_error("NoSuchKey", 404), "does not exist"),
     (client_error("404", 404), "does not exist"),
     (client_error("NoSuchUpload", 404), "another process aborted its upload"),
@@ -72,22 +72,22 @@ GOOD = [
     (client_error("PreconditionFailed", 412), "changed while it was being read"),
     (client_error("InvalidRange", 416), "changed while it was being read"),
     (client_error("RequestTimeTooSkewed", 403), "this machine's clock is wrong"),
-    (client_error("PermanentRedirect", 301), "lies in another region"),
-    (client_error("301", 301), "lies in another region"),
+    (client_error("PermanentRedirect", 301), "is in another region"),
+    (client_error("301", 301), "is in another region"),
     (client_error("400", 400), "the request was refused"),
     (client_error("KeyTooLongError"), "the store answered KeyTooLongError"),
     (_AnswerError(status=404), "does not exist"),
     (_AnswerError(status=403), "access denied"),
     (_AnswerError(status_code=401), "the credentials are not accepted"),
     (_AnswerError(code=412), "changed while it was being read"),
-    (_AnswerError(status_code=404, error_code="ContainerNotFound"), "there is no such bucket"),
+    (_AnswerError(status_code=404, error_code="ContainerNotFound"), "the bucket does not exist"),
     (_AnswerError(status_code=404, error_code="BlobNotFound"), "does not exist"),
     (_AnswerError(status_code=403, error_code="AuthenticationFailed"), "the credentials are not accepted"),
     (_AnswerError(status_code=403, error_code="AuthorizationFailure"), "access denied"),
     (_AnswerError(status_code=403, error_code=None), "access denied"),
     (_AnswerError(status_code=400, error_code=_AzureCode.OUT_OF_RANGE_INPUT), "is not a name that the store accepts"),
     (client_error("Teapot", 418), "the store answered Teapot"),
-    (NoCredentialsError(), "there are no credentials"),
+    (NoCredentialsError(), "no credentials were found"),
     (ProfileNotFound(profile="sesame"), "the profile does not exist"),
     (ParamValidationError(report="sesame"), "is not a name that the store accepts"),
     (FileNotFoundError("sesame"), "does not exist"),
@@ -233,7 +233,7 @@ def picky() -> None:
 
 @pytest.mark.usefixtures("picky")
 def test_an_immediate_credentials_error_is_recognised() -> None:
-    with pytest.raises(StorageError, match=r"picky://b: there are no credentials; sign in again"):
+    with pytest.raises(StorageError, match=r"picky://b: no credentials were found; sign in again"):
         open_storage("picky://b")
 
 
@@ -269,4 +269,4 @@ def test_logs_of_libraries_do_not_hide_the_error() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 3
-    assert done.stderr == "Error: picky://b/run: access denied; check what these credentials may do\n"
+    assert done.stderr == "Error: picky://b/run: access denied; check the permissions of these credentials\n"

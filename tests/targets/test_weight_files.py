@@ -136,7 +136,7 @@ def test_states_without_weights_or_with_a_missing_part_are_refused(tmp_path: Pat
         ({"version": 2}, "has version 2"),
         ({"groups": [{}]}, "its description of the optimizer is broken"),
         ({"buffers": ["no.such"]}, r"names .no\.such., which the weights beside it lack"),
-        ({"states": ["exp_avg"]}, r"holds .exp_avg_sq\..*, which is no state that it lists"),
+        ({"states": ["exp_avg"]}, r"holds .exp_avg_sq\..*, which the description does not list"),
         ({"dtype": "F33"}, "its description of the optimizer is broken"),
         ({"groups": 7}, "its description of the optimizer is broken"),
     ],

@@ -395,7 +395,7 @@ def test_buffers_of_dcp_can_be_named(tmp_path: Path) -> None:
     assert {b.name for b in back.buffers} == {b.name for b in own.buffers} == {"positions", "seen", "mask"}
     with pytest.raises(ArgumentError, match="'nothing', which matches no untrained tensor"):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "none", buffers=["nothing"], **options)
-    with pytest.raises(ArgumentError, match="the source tells its buffers itself"):
+    with pytest.raises(ArgumentError, match="the source records its buffers"):
         ckpttool.convert(source(name), tmp_path / "none", buffers=["mask"], **options)
 
 

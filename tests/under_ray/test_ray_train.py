@@ -265,6 +265,6 @@ def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(trained: 
 def test_an_elastic_run_outlives_lost_nodes_and_grows_again(tmp_path: Path) -> None:
     printed = _example("ray_elastic.py", "--simulate", "--storage", str(tmp_path))
     told = [line.split("s  ")[1] for line in printed.splitlines() if "s  " in line]
-    assert [t.split(" from ")[0] for t in told if "go on" in t] == [f"{n} workers go on" for n in (3, 2, 3, 2)]
+    assert [t.split(" from ")[0] for t in told if "continue" in t] == [f"{n} workers continue" for n in (3, 2, 3, 2)]
     assert any("just in time" in t for t in told)
     assert told[-1].startswith("done: ckpttool_")

@@ -153,7 +153,7 @@ class Experts:
 def global_names(names: Iterable[str], expert_rank: int) -> dict[str, str]:
     """Map the names that an expert-parallel rank uses for its experts to names in the whole model.
 
-    Each rank numbers its experts from 0; in the whole model, the experts of rank e follow those of rank e - 1.
+    Each rank numbers its experts from 0; in the whole model, the experts of rank e follow the experts of rank e - 1.
 
     Args:
         names: All names of the rank; names of other parameters are left out.

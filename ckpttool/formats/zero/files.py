@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 RUN_STATE = "ckpttool_run_state.pt"
-"""File of a thin checkpoint that keeps what the model-states files had beside the weights: client state,
-configuration. No pattern of DeepSpeed's loaders and scripts matches it."""
+"""File of a thin checkpoint with the content of the model-states files except the weights: client state, configuration.
+No pattern of DeepSpeed's loaders and scripts matches it."""
 MAX_DIGITS = 6
 """Maximum number of digits in the number of a rank, layer or expert."""
 _NAMES = (
-    # The number after "pp_rank" is the data-parallel rank; up to 0.3.13 there was no "_" before "optim".
+    # The number after "pp_rank" is the data-parallel rank; up to 0.3.13 "optim" follows without "_".
     (
         "optimizer",
         re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
@@ -62,7 +62,7 @@ class ZeroName(NamedTuple):
 
 
 def is_of_tag(name: str) -> bool:
-    """Return whether a file of this name makes its directory that of a tag: DeepSpeed's files, and thin checkpoints."""
+    """Return whether the directory of a file of this name is a tag's: DeepSpeed's files, and thin checkpoints."""
     return name == RUN_STATE or parse_name(name) is not None
 
 

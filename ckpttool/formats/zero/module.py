@@ -172,7 +172,7 @@ def read_aliases(file: RankFile, module: Mapping[str, TensorRef], known: TensorN
         file: The model-states file.
         module: Its state dict.
         known: Names of tensors, by the part that stores them.
-        placeholders: Whether the module holds an empty tensor for each parameter (stage 3).
+        placeholders: Whether the module contains an empty tensor for each parameter (stage 3).
 
     Raises:
         LayoutError: ``shared_params`` ties tensors of different shapes, or unknown names.

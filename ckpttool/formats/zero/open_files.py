@@ -133,7 +133,7 @@ def model_names(stage: int, ranks: int, model_rank: int) -> list[str]:
 
 
 def shards_within(file: RankFile, ranks: int, size: int) -> bool:
-    """Return whether MiCS was on: the model is partitioned over some of the ranks, and the other ranks hold replicas.
+    """Return whether MiCS was on: the model is partitioned over some of the ranks, and the other ranks store replicas.
 
     Source: DeepSpeed 0.9 to 0.19.7, runtime/zero/mics.py (``mics_shard_size``).
     """
@@ -209,7 +209,7 @@ def trusted_names(names: Sequence[str]) -> list[str]:
 def copied(storage: Storage, files: Sequence[RankFile]) -> LayoutError | None:
     """Return the error of an optimizer file that was copied over another rank's; else None.
 
-    Equal checksums alone are no evidence: before the first step two partitions may be equal. If two tensors of a rank
+    Equal checksums are not enough evidence: before the first step two partitions may be equal. If two tensors of a rank
     vary and equal another rank's (such as a master and a moment), one file was copied over the other.
     """
     seen: dict[tuple[tuple[int, int], ...], RankFile] = {}
@@ -341,7 +341,7 @@ def check_recorded_slices(
     """Compare the recorded slices of each rank with the slices that its position gives it.
 
     Source: DeepSpeed 0.7 to 0.19.8, runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
-    (``_create_param_mapping``): elements of each parameter that lie in the rank's partition.
+    (``_create_param_mapping``): elements of each parameter in the rank's partition.
 
     Args:
         states: ``optimizer_state_dict`` of each rank.
@@ -493,7 +493,7 @@ class Opener:
         path = self.path(name)
         try:
             with_numbers, begun = self._ahead.pop(name, (False, None))
-            if begun is None or (numbers and not with_numbers):  # at stage 0 model files hold numbers too
+            if begun is None or (numbers and not with_numbers):  # at stage 0 model files contain numbers too
                 torch, version, values = self._load(path, numbers)
             else:
                 torch, version, values = begun.result()
@@ -528,7 +528,7 @@ class Opener:
         model_rank: int | None,
         records: tuple[Record, ...] | None,
     ) -> None:
-        """Assign an index to a file; ``records`` are those of its archive, None for raw elements."""
+        """Assign an index to a file; ``records`` are the records of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)
         elsewhere = None if directory == self.location.directory else directory
         container = "raw" if records is None else "torch"
@@ -721,7 +721,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
 
 
 def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> ZeroFiles:
-    """Read the files of stage 0: one file holds model and optimizer, except for the experts of a mixture.
+    """Read the files of stage 0: one file contains model and optimizer, except for the experts of a mixture.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``_save_checkpoint``, ``_save_moe_checkpoint``).
     """

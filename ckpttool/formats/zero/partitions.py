@@ -60,7 +60,7 @@ def match_names(
         groups: The shape of each place of each group, in order; None fits anything.
 
     Returns:
-        Names of each group; None if there is no assignment, or more than one.
+        Names of each group; None without an assignment, or with more than one.
     """
     ordered = list(names.items())
     spare = len(ordered) - sum(map(len, groups))
@@ -124,7 +124,7 @@ class BufferSlice(NamedTuple):
 
     @property
     def ranks(self) -> range:
-        """Ranks whose partition holds some of the elements."""
+        """Ranks whose partition contains some of the elements."""
         if not self.numel:
             return range(0)
         return range(self.offset // self.partition, (self.offset + self.numel - 1) // self.partition + 1)
@@ -139,7 +139,7 @@ class BufferSlice(NamedTuple):
 
         Returns:
             First element, in elements of the flattened parameter; elements; data-parallel rank of the partition; first
-            element, counted from the start of the rank's partition; elements of padding behind the fragment.
+            element, counted from the start of the rank's partition; elements of padding after the fragment.
         """
         import numpy as np
 
@@ -215,7 +215,7 @@ class StoredPartitions:
         return type(self), (self.dtype, [*zip(self.files, self.offsets, self.numels, strict=True)])
 
     def inside(self, sizes: Sequence[int]) -> bool:
-        """Return whether each partition ends inside its file; keep the answer, which each parameter asks for.
+        """Return whether each partition ends inside its file; cache the answer, because each parameter needs it.
 
         Args:
             sizes: Bytes of each file.
@@ -232,7 +232,7 @@ class Partitioned(Place):
 
     Args:
         partitions: The partitions of the state.
-        fragments: The fragments, none of them longer than its partition: ``too_short`` is None.
+        fragments: The fragments, each no longer than its partition: ``too_short`` is None.
     """
 
     __slots__ = ("_fragments", "_partitions", "_rows")
@@ -243,7 +243,7 @@ class Partitioned(Place):
         self._rows: NDArray[np.void] | None = None
 
     def __reduce__(self) -> tuple[type[Partitioned], tuple[StoredPartitions, Fragments]]:
-        return type(self), (self._partitions, self._fragments)  # rows are larger, and soon made again
+        return type(self), (self._partitions, self._fragments)  # rows are larger, and quick to compute again
 
     @property
     def rows(self) -> NDArray[np.void]:
@@ -333,7 +333,7 @@ class Partitions(NamedTuple):
     unassigned: bool = False
     """Whether the parameters of some groups are unknown."""
     guessed: frozenset[str] = frozenset()
-    """Parameters that shapes and the order of the model alone gave to a master."""
+    """Parameters that were assigned to a master only by shapes and the order of the model."""
     remarks: tuple[str, ...] = ()
     """Remarks for the user."""
 
@@ -361,7 +361,7 @@ def flat_state(base: Fields, index: int) -> Mapping[Any, Any]:
 
 
 def states_of_no_parameter(bases: Sequence[Fields], count: int = 0) -> Partitions:
-    """Return the optimizer states under another key than the number of a parameter: no other layout has a place.
+    """Return the optimizer states under another key than the number of a parameter: no other layout can store them.
 
     Source: torch 2.13, optim/optimizer.py (``state_dict``, ``load_state_dict``: both keep such keys).
 
@@ -430,7 +430,7 @@ def read_flat_buffer(
 
 
 def _single(files: ZeroFiles, values: Sequence[object]) -> ScalarState | None:
-    """Return a scalar that every rank holds as a tensor of shape (1,); None for other states, or if ranks differ.
+    """Return a scalar that every rank stores as a tensor of shape (1,); None for other states, or if ranks differ.
 
     Source: DeepSpeed 0.19, tests/unit/checkpoint/common.py (``HybridStateOptimizer``: ``tensor_step``).
     """

@@ -44,8 +44,8 @@ class Layers:
         self.remarks: list[str] = []
         """Remarks for the user."""
         self.model_ranks: dict[int, int] = {}
-        """Index of the file of each layer: the model-parallel rank that wrote it; its name has the tensor-parallel rank
-        alone."""
+        """Index of the file of each layer: the model-parallel rank that wrote it; its name has only the tensor-parallel
+        rank."""
         sizes = [_sizes(s) for s in stages]
         trained = {name: numel for stage in sizes for name, numel in stage.items()}
         named = [
@@ -57,7 +57,7 @@ class Layers:
         for layer in layers:
             if layer.tensor_rank != tensor_rank:
                 continue
-            # A layer without trained parameters does not tell its stage; it is in the stage of the previous layer.
+            # The stage of a layer without trained parameters is not recorded; it is the stage of the previous layer.
             stage = next((i for i, numbers in enumerate(named) if str(layer.layer) in numbers), stage)
             self.model_ranks[layer.file.file_index] = stages[stage].model_rank
             tensors = {
@@ -110,7 +110,7 @@ class Layers:
 def _check_shapes(files: ZeroFiles, shapes: Sequence[tuple[int, ...]]) -> None:
     """Compare the layers with an optimizer without names: each of its parameters needs a tensor of its shape.
 
-    This does not find every missing layer: frozen tensors and those of other stages may have the same shapes.
+    This does not find every missing layer: frozen tensors and tensors of other stages may have the same shapes.
 
     Raises:
         LayoutError: The layers have too few tensors of a shape.

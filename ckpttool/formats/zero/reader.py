@@ -59,7 +59,7 @@ PIPELINE_STAGE0 = (
 
 
 class ModelPart(NamedTuple):
-    """The part of the model that one model-parallel rank holds."""
+    """The part of the model on one model-parallel rank."""
 
     files: ZeroFiles
     """Its files."""
@@ -214,7 +214,8 @@ def _stored_names(
     """Return the names under which tensors are stored, so that other names can be tied to them."""
     shared = files.model[0].fields.optional("shared_params", dict)
     own = set(partitions.states) | set(partitions.frozen) | buffer_names
-    # Other ranks write an empty mapping; at stage 3 that of an old release may lack ties that its placeholders show.
+    # Other ranks write an empty mapping; at stage 3 the mapping of an old release may lack ties that its placeholders
+    # show.
     if shared is not None and files.model_rank == 0:
         own |= {name for name in module if name not in shared}
     return own
@@ -272,7 +273,7 @@ def _lost(
     """Return the frozen parameters for which stage 3 saved only a placeholder (of one element, up to 0.5.10).
 
     Releases before 0.9.1 did so. With ``exclude_frozen_parameters`` DeepSpeed removes one name of each from the state
-    dict; further names of a module that is registered several times under one parent stay.
+    dict; further names of a module that is registered several times under one parent are kept.
 
     Source: DeepSpeed 0.19, runtime/engine.py (``module_state_dict``, by ``named_parameters``).
     """
@@ -285,7 +286,7 @@ def _lost(
 def _check_values_are_there(
     files: ZeroFiles, module: Mapping[str, TensorRef], names: Sequence[str], buffer_names: set[str]
 ) -> None:
-    """Check that the ranks hold values of every parameter: at stage 3 the module has only placeholders."""
+    """Check that the ranks store values of every parameter: at stage 3 the module has only placeholders."""
     for name in names:
         if files.stage == 3 and name not in buffer_names and module[name].numel == 0:
             raise LayoutError(
@@ -347,7 +348,7 @@ def _replicas(
 def _module_dtype(
     module: Mapping[str, TensorRef], copies: Mapping[str, State], partitions: Partitions, buffer_names: set[str]
 ) -> str:
-    """Return the dtype of the module's trained weights; at stage 3 that of their placeholders."""
+    """Return the dtype of the module's trained weights; at stage 3 the dtype of their placeholders."""
     dtypes = {name: ref.dtype for name, ref in module.items()} | {name: s.dtype for name, s in copies.items()}
     for name in partitions.states:
         if name in dtypes:
@@ -436,7 +437,7 @@ def _layers(found: AllFiles, rank: int, tensor: int) -> Layers | None:
 
 
 def _with_stages(found: AllFiles, layers: Sequence[Layers | None]) -> tuple[CheckpointFile, ...]:
-    """Return all files; those of layers with the model-parallel rank of their pipeline stage."""
+    """Return all files; files of layers have the model-parallel rank of their pipeline stage."""
     if len(found.slices) == 1:
         return found.files
     ranks = {index: rank for own in layers if own for index, rank in own.model_ranks.items()}
@@ -477,8 +478,8 @@ def _degrees(found: AllFiles) -> tuple[int, int]:
     alone = ranks == 1 and fields.optional("mp_world_size", int) == 1
     if alone and tensor > 1 and _data_parallel(found.slices[0]) % tensor == 0:
         # Under sequence parallelism (Ulysses) the sequence's ranks are called model-parallel: tp_degree counts them,
-        # although none of them holds a slice.
-        # Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py (``get_model_parallel_world_size``).
+        # although they do not have slices. Source: DeepSpeed 0.19.5, runtime/sequence_parallel/parallel_state_sp.py
+        # (``get_model_parallel_world_size``).
         tensor = 1
     if tensor < 1 or ranks % tensor:
         raise LayoutError(
@@ -611,7 +612,7 @@ def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[li
     for s, own in zip(slices, names, strict=True):
         if set(own) != set(names[0]):
             odd = sorted(set(own) ^ set(names[0]))
-            problem = f"its {what} differ from those of the first tensor-parallel rank ({brief(odd[0], 200)})"
+            problem = f"its {what} differ from the first tensor-parallel rank's ({brief(odd[0], 200)})"
             error = LayoutError(s.files.model[0].path, problem, RESTORE)
             report(error)
             raise error
@@ -649,7 +650,7 @@ def _data_remarks(first: RankFile) -> list[str]:
 
 
 def _is_weights_alone(whole: ModelPart) -> bool:
-    """Return whether the files hold neither optimizer states nor hyper-parameters, as conversions of weights write."""
+    """Return whether the files lack optimizer states and hyper-parameters, as conversions of weights do."""
     if any(group.hyperparameters for group in whole.groups):
         return False
     return not any(parameter.optimizer_states for parameter in whole.parameters.values())
@@ -658,8 +659,8 @@ def _is_weights_alone(whole: ModelPart) -> bool:
 def _group_notes(files: ZeroFiles, whole: ModelPart) -> list[LayoutError]:
     """Return notes on parameter groups without hyper-parameters: DeepSpeed loads them and fails at the first step.
 
-    Elastic checkpoints (a list in place of the optimizer's state dict) have no groups: the run keeps its own. So has a
-    run that loads weights alone.
+    Elastic checkpoints (a list in place of the optimizer's state dict) have no groups: the run keeps its own. So does a
+    run that loads only weights.
 
     Source: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py (``load_state_dict``: ``ckpt_is_rigid``).
     """

@@ -83,7 +83,7 @@ def read_partitions(
     """Assign the optimizer's numbered states to the names of the module.
 
     The optimizer has no names, only shapes in the order of its groups; each group lists its parameters in the order of
-    the module. Often only one assignment fits. If several fit, the states stay unassigned.
+    the module. Often only one assignment fits. If several fit, the states are not assigned.
 
     Args:
         files: The files.
@@ -130,7 +130,7 @@ def _merge_expert_ranks(parts: Sequence[Partitions]) -> Partitions:
 
 
 def _check_experts_are_there(files: ZeroFiles, experts: Mapping[str, State]) -> None:
-    """Check that each expert-parallel rank holds an equal share of the experts: the last ranks may be missing."""
+    """Check that each expert-parallel rank stores an equal share of the experts: the last ranks may be missing."""
     held = _expert_parameters(files.expert_optimizer[0])
     ranks = len(files.expert_optimizer)
     if held and len(experts) % held == 0 and len(experts) // held > ranks:
@@ -275,7 +275,7 @@ def _guessed(
     known: Mapping[str, State],
     recorded: Sequence[list[str]],
 ) -> Iterator[str]:
-    """Yield the parameters whose master may be that of another one of the same shape: a group may have any order."""
+    """Yield the parameters whose master may belong to another one of the same shape: a group may have any order."""
     if optimizer.masters is None or names == recorded:
         return
     shapes = Counter(state.shape for state in known.values())
@@ -390,7 +390,7 @@ def _listed_states(
 ) -> _GroupStates:
     """Read the states of a group with separate tensors for each parameter.
 
-    A number that differs between parameters stays with its parameter: only the files of the same layout keep it. The
+    A number that differs between parameters is kept by parameter, and written only to files of the same layout. The
     step of a group is its largest.
 
     Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).

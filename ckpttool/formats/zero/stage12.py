@@ -47,9 +47,9 @@ def read_partitions(
 ) -> Partitions:
     """Assign every element of the optimizer's flat buffers to its parameter.
 
-    The order in a flat buffer is that of ``param_shapes``. ``param_slice_mappings`` has the same order in most
-    checkpoints, but is wrong under ``round_robin_gradients``, so it is not used. If the 16-bit copies are views of one
-    flat storage, their offsets confirm the order.
+    A flat buffer has the order of ``param_shapes``. ``param_slice_mappings`` has the same order in most checkpoints,
+    but is wrong under ``round_robin_gradients``, so it is not used. If the 16-bit copies are views of one flat storage,
+    their offsets confirm the order.
 
     Args:
         files: The files of one model-parallel rank.
@@ -145,7 +145,7 @@ def _grouped(
             raise LayoutError(
                 files.model[0].path,
                 f"does not say which parameters are in group {g} (DeepSpeed before 0.5.4), and its 16-bit copies are "
-                "no views of one storage for each group",
+                "not views of one storage for each group",
                 "load and save it once with a later DeepSpeed",
             )
         result.append({n: shapes[n] for n in sorted(fitting[0], key=lambda n: module[n].offset)})
@@ -171,7 +171,7 @@ def _read_group(
     slack = 0 if end_paddings[0] is not None else 2 * files.ranks
     _check_storage_offsets(files.model[0], module, shapes, offsets, partition * files.ranks, slack, group)
     fragments = _fragments(shapes, offsets, partition, files.ranks)
-    if not _round_robin(files):  # it records an order other than that of the saved elements
+    if not _round_robin(files):  # it records another order than the saved elements have
         check_recorded_slices(states, group, fragments, trust_names=files.location.trust_names)
     # All readers return the optimizer's order: partitions for another number of ranks start from it.
     names = undo_round_robin(tuple(shapes), files.ranks) if _round_robin(files) else tuple(shapes)
@@ -204,14 +204,14 @@ def _locate_whole(
     shapes: Mapping[str, tuple[int, ...]],
     fragments: Mapping[str, BufferSlice],
 ) -> dict[str, list[State]] | None:
-    """Locate a state of which every rank holds whole parameters: all that have a fragment in its partition.
+    """Locate a state that each rank stores whole for all parameters with a fragment in its partition.
 
-    Muon works on whole matrices: if the border of two partitions cuts a parameter, both ranks hold it.
+    Muon works on whole matrices: if the border of two partitions cuts a parameter, both ranks store it.
 
     Source: DeepSpeed 0.17.6 to 0.19.8, runtime/zero/stage_1_and_2.py (``get_flat_partition``, ``_apply_muon_update``).
 
     Returns:
-        The copies of each parameter's state, one for each rank that holds it; None if the state has another form.
+        The copies of each parameter's state, one for each rank that has it; None if the state has another form.
     """
     touching: list[list[str]] = [[] for _ in values]
     for name, fragment in fragments.items():
@@ -386,6 +386,6 @@ def _check_storage_offsets(
             raise LayoutError(
                 file.path,
                 f"param_shapes puts {name} at element {offset} of {total} of group {group}, "
-                f"but its 16-bit copy lies at element {ref.offset} of {ref.storage.numel}",
+                f"but its 16-bit copy is at element {ref.offset} of {ref.storage.numel}",
                 "the order of the parameters is unknown; do not use this checkpoint",
             )

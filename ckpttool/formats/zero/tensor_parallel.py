@@ -128,7 +128,7 @@ class TensorParallel:
         sub = self._sub_params(name)
         if sub is not None:
             viewed, dim, widths = self._widths(name, *sub, shapes)
-            seen = max(viewed, key=math.prod)  # the rank with the largest slice: others may hold nothing
+            seen = max(viewed, key=math.prod)  # the rank with the largest slice: others may store nothing
             sizes = tuple(map(sum, widths))
             view: tuple[int | tuple[int, ...], ...] = (*seen[:dim], sizes, *seen[dim + 1 :])
             return replace(self._sub_cut(name, viewed, dim, widths), slicing=Slicing(dim, view=view))

@@ -51,7 +51,7 @@ class CapturedFiles:
     failed: CkptError | None = None
     """Error of an incomplete capture; None if it is complete."""
     scratch: str = ""
-    """Scratch directory that holds some of the files; "" if none does."""
+    """Scratch directory with some of the files; "" without one."""
     unknown: dict[str, list[str]] = field(default_factory=dict)
     """By file: classes of its objects that a restore builds only with ``allow``."""
 
@@ -79,7 +79,7 @@ class CapturedFiles:
             ]
             if mismatched or len(file.pickled) > MAX_PICKLE_BYTES:
                 problem = (
-                    f"storage {mismatched[0]} has a size other than that of its tensors"
+                    f"storage {mismatched[0]} has another size than its tensors"
                     if mismatched
                     else "its pickle is too large"
                 )
@@ -98,17 +98,17 @@ def _hint(name: str, keys: Sequence[object] = ()) -> str:
 
     Args:
         name: The file.
-        keys: Those that lead to the value, if they are known.
+        keys: Path of keys to the value, if known.
     """
     if is_rank_state(name):
-        return "see what rank_state holds"
+        return "check the values in rank_state"
     if "optim_states" in name or (keys and keys[0] in ENGINE_KEYS):
-        return f"see what {' > '.join(brief(key) for key in keys) or 'the optimizer'} holds"
-    return "see what client_state holds"
+        return f"check the values in {' > '.join(brief(key) for key in keys) or 'the optimizer'}"
+    return "check the values in client_state"
 
 
 def _unpicklable(value: Any) -> list[object]:
-    """Return the keys that lead to what cannot be pickled."""
+    """Return the path of keys to a value that cannot be pickled."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         try:
@@ -188,7 +188,7 @@ def _checkpoint_engine_replaced(engine: Any, replacement: Any) -> Iterator[None]
 def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
     """Restore the persistent parameters of a ZeRO-3 engine after a save, instead of gathering each again.
 
-    A save frees all gathered parameters, and then gathers each parameter that stays gathered between steps (biases,
+    A save frees all gathered parameters, and then gathers each parameter that is kept gathered between steps (biases,
     norms) by its own collective: the train loop waits for all. A save changes no parameter.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``checkpoint_event_epilogue``) and partition_parameters.py
@@ -222,7 +222,7 @@ def check_engine(engine: Any) -> None:
     """Check that ``engine`` is a DeepSpeed engine.
 
     Raises:
-        ArgumentError: It is not.
+        ArgumentError: It is not a DeepSpeed engine.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
@@ -242,7 +242,7 @@ def known_engine(engine: Any) -> LiveEngine:
 
 
 def groups_without_zero(engine: Any) -> list[list[str]]:
-    """Return the parameter names of each optimizer group, in order, if no file will hold them; else an empty list."""
+    """Return the parameter names of each optimizer group, in order, if no file records them; else an empty list."""
     if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
         return []
     live = known_engine(engine)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PARTITIONED = {"DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's optimizer wrappers that partition states."""
 OFFLOAD = "DeepSpeedZeRoOffload"
-"""DeepSpeed's class in place of an optimizer, in a ZeRO-3 engine without one: it partitions weights alone."""
+"""DeepSpeed's class in place of an optimizer, in a ZeRO-3 engine without one: it partitions only weights."""
 WHOLE = {"FP16_Optimizer", "FP16_UnfusedOptimizer"}
 """DeepSpeed's optimizer wrappers that keep whole fp32 master weights on every rank."""
 _ENGINE = (
@@ -360,9 +360,9 @@ def warn_of(checkpoint: Checkpoint, notes: Sequence[str]) -> None:
 def micro_batches(engine: Any) -> int:
     """Return the number of micro batches accumulated since the last step; 1 if there are some, but nothing counts them.
 
-    Accelerate and the Trainer tell the engine before each micro batch whether a step follows, and call ``step`` only
+    Accelerate and the Trainer notify the engine before each micro batch whether a step follows, and call ``step`` only
     then, so that ``micro_steps`` counts steps. Where the caller accumulates (``managed_gradient_accumulation``), the
-    engine knows nothing of it.
+    engine is not informed.
     """
     boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
     if boundary is not None:

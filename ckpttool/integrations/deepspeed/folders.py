@@ -60,10 +60,10 @@ FILES = "files"
 """Key of the framework's files in a rank state: ``torch.uint8`` tensors by path relative to the folder."""
 
 _POSSIBLE = (
-    (r"(pass|load it with) weights_only=True", "begin a new run from its weights, which ckpttool.consolidate writes"),
+    (r"(pass|load it with) weights_only=True", "start a new run from its weights, which ckpttool.consolidate writes"),
     (r"pass strict=False, and they.*", "build the model of the saved run"),
 )
-"""Patterns in hints for ``ckpttool.load``, and what to do instead where a framework loads."""
+"""Patterns in hints of ``ckpttool.load``, and the hints in their place where a framework loads."""
 
 
 class Folders:
@@ -117,7 +117,7 @@ class Folders:
         return self._met
 
     def source(self, folder: str) -> Storage:
-        """Return the storage to read a folder from, which may be another than that of the root."""
+        """Return the storage to read a folder from, which may differ from the root's."""
         same = scheme_of(folder) == scheme_of(self.root)
         storage = self.storage if same else open_storage(folder, self._storage_options)
         return confined(storage, folder, self._storage_options)
@@ -137,7 +137,7 @@ class Folders:
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
     ) -> None:
-        """Save the engine's state and this rank's files, on every rank at the same step; replaces what is there.
+        """Save the engine's state and this rank's files, on every rank at the same step; replaces an existing save.
 
         Args:
             engine: As for ``CheckpointManager.save``.
@@ -195,9 +195,9 @@ class Folders:
     def on_first_rank(self, decide: Callable[[], Any], call: Any = None) -> Any:
         """Run a function on the first rank; return its JSON result, or raise its error, on all ranks.
 
-        ``call`` is that of ``Ranks.agree``.
+        ``call`` is as in ``Ranks.agree``.
         """
-        # The first rank waits for the others: it may be the end of its process, which may hold their store.
+        # The first rank waits for the others: its process may end then, and may run their store.
         return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
     def open(self, path: str) -> Checkpoint:
@@ -259,7 +259,7 @@ class Folders:
         return report
 
     def begin(self, engine: Any, folder: str) -> tuple[str, int]:
-        """Find the previous commit of the run, and remove what must not lie beside a new save; on every rank.
+        """Find the previous commit of the run, and remove files that must not be beside a new save; on every rank.
 
         Returns:
             Attempt and number of the previous commit, for ``save``.
@@ -292,7 +292,7 @@ class FoldersByStorage:
         self._made: dict[str, Folders] = {}
 
     def at(self, folder: str) -> Folders:
-        """Return the saves for the storage of a folder: in the directory of a run of Ray Train, those of the run."""
+        """Return the saves for the storage of a folder: in the directory of a run of Ray Train, the run's saves."""
         run = current_run()
         in_run = run is not None and folder.startswith(f"{run.root}/")
         key = "run" if in_run else scheme_of(folder)
@@ -307,7 +307,7 @@ class FoldersByStorage:
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file beside DeepSpeed's directory holds weights, by its name."""
+    """Return whether a file beside DeepSpeed's directory contains weights, by its name."""
     return _matches(name, WEIGHTS)
 
 
@@ -331,7 +331,7 @@ def was_within_epoch(report: LoadReport) -> bool:
 def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
     """Return the directories of the checkpoints in some folders, best first; warn of a folder that has none.
 
-    Thin checkpoints come after all others: a run cannot go on from one, only take its weights.
+    Thin checkpoints come after all others: a run cannot resume from one, only load its weights.
 
     Raises:
         StorageError: A folder cannot be read.
@@ -340,12 +340,12 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
     for folder in folders:
         found += (inside := candidates(storage, folder))
         if not inside:
-            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is passed over"))
+            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is skipped"))
     return [one.path for one in sorted(found, key=lambda one: one.thin)]
 
 
 def why_not(storage: Storage, folder: str) -> str:
-    """Return why a folder holds no checkpoint, as the rest of a sentence."""
+    """Return why a folder contains no checkpoint, as the rest of a sentence."""
     for entry in storage.listing(folder) if storage.is_dir(folder) else []:
         if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
             return f"was not committed: the save of {entry.name} did not finish"
@@ -353,10 +353,10 @@ def why_not(storage: Storage, folder: str) -> str:
 
 
 def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
-    """Check that folders without a whole checkpoint hold no other kind of checkpoint, which a new run would replace.
+    """Check that folders without a whole checkpoint contain no other kind of checkpoint, which a new run would replace.
 
     Raises:
-        LayoutError: One holds weights, or a directory that is no unfinished save.
+        LayoutError: A folder contains weights, or a directory that is not an unfinished save.
     """
     for folder in folders:
         for entry in storage.listing(folder):
@@ -364,7 +364,7 @@ def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
             unfinished = entry.is_dir and (not storage.listing(path) or is_unfinished(storage, path))
             if is_weights(entry.name) if not entry.is_dir else not unfinished:
                 problem = f"holds {entry.name}, but no checkpoint that can be resumed from"
-                raise LayoutError(folder, problem, "move the folder, or choose another output_dir to begin anew")
+                raise LayoutError(folder, problem, "move the folder, or choose another output_dir")
 
 
 def _hint_for_frameworks(hint: str) -> str:

@@ -96,7 +96,7 @@ class HostMemory:
         get_accelerator().synchronize(index)
 
     def _take(self, nbytes: int) -> Any:
-        # One block per file: file sizes stay the same between saves.
+        # One block per file: file sizes are the same in each save.
         while self._block < len(self._blocks):
             block = self._blocks[self._block]
             if block.numel() >= nbytes:

@@ -114,7 +114,7 @@ def hand_over(live: LiveEngine, prepared: NativeState | PlannedState, *, schedul
             replacements["zero_optimization"] = lambda: True
         kept = _set_aside(live, prepared)
         if live.stage == 3:
-            # DeepSpeed builds torch's Adagrad anew with its partitions, and its load adds them once more.
+            # DeepSpeed rebuilds torch's Adagrad with its partitions, and its load adds them once more.
             for group in live.optimizer.optimizer.param_groups:
                 group["params"] = []
         with _attributes_replaced(engine, replacements):
@@ -167,9 +167,9 @@ def _files(live: LiveEngine, prepared: NativeState | PlannedState) -> tuple[dict
 def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[tuple[int, str, Any]]:
     """Take values out of the optimizer's states that torch's load would change.
 
-    torch casts tensors to the type of their parameter, those in containers too, and builds other values than numbers
-    anew: text is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their
-    settings, which may differ.
+    torch casts tensors to the type of their parameter, also in containers, and rebuilds values other than numbers: text
+    is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which
+    may differ.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -216,7 +216,7 @@ def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
 
 
 def _move_tensors(value: Any, device: torch.device) -> None:
-    """Move the tensors in a container to a device, in place: containers of any class stay as they are."""
+    """Move the tensors in a container to a device, in place: containers of any class are not replaced."""
     if isinstance(value, torch.Tensor):
         value.data = value.data.to(device)
     elif isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
@@ -385,14 +385,14 @@ def _broadcast_replicas(live: LiveEngine, replicas: Replicas | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A tensor that holds a value, or a rank's partition of it."""
+    """A tensor that contains a value, or a rank's partition of it."""
 
     tensor: torch.Tensor
     start: int = 0
-    """First element of the value that the tensor holds, flattened."""
+    """First element of the value in the tensor, flattened."""
 
     def copy(self, first: int, values: torch.Tensor) -> None:
-        """Copy the elements of the value from ``first`` on, as far as the tensor holds them, cast to its dtype."""
+        """Copy the elements of the value from ``first`` on, as far as the tensor contains them, cast to its dtype."""
         low, high = max(first, self.start), min(first + values.numel(), self.start + self.tensor.numel())
         if low >= high:
             return

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 TIMEOUT = 1800.0
-"""Default of ``timeout``: seconds that a rank may be behind the others."""
+"""Default of ``timeout``: seconds that a rank may lag."""
 LEFT_OUT = "the client state contains objects that cannot be built, or need allow: it is left out"
-"""Note of a load of weights alone."""
+"""Note of a load of weights only."""
 
 
 def load(  # noqa: PLR0913  public API
@@ -72,9 +72,9 @@ def load(  # noqa: PLR0913  public API
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine with any number of ranks and any ZeRO stage.
 
-    Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match those of the save,
-    DeepSpeed gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks.
-    Unlike ``engine.load_checkpoint`` it runs no pickle: ckpttool parses the files and builds the objects in them.
+    Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match the save, DeepSpeed
+    gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks. Unlike
+    ``engine.load_checkpoint`` it runs no pickle: ckpttool parses the files and builds the objects in them.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
@@ -87,7 +87,7 @@ def load(  # noqa: PLR0913  public API
         optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
             master weights, buffers, counters and the scheduler.
         scheduler: Restore the learning-rate scheduler.
-        dry_run: Report what a load would restore, without reading weights or changes to the engine.
+        dry_run: Report the result of a load, without reading weights or changing the engine.
         storage_options: As for ``inspect``.
         follow_links: As for ``inspect``.
         open_budget: As for ``inspect``.
@@ -96,8 +96,8 @@ def load(  # noqa: PLR0913  public API
             ``consolidate``. With a manifest, every byte is compared with its checksums.
         trust_names: As for ``inspect``.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
-            tensors, numpy arrays, paths and dates need none.
-        timeout: Seconds that a rank may be behind the others.
+            tensors, numpy arrays, paths and dates are always built.
+        timeout: Seconds that a rank may lag.
 
     Returns:
         A report of the restored state; its ``client_state`` is the state saved by the user's code.
@@ -120,7 +120,7 @@ def load(  # noqa: PLR0913  public API
     paths: list[str] = []
 
     def ready() -> None:
-        memory_bytes(memory)  # raises for a text that is no size
+        memory_bytes(memory)  # raises for a text that is not a size
         paths.extend(source_paths(src))
         source_storage(paths, storage_options)
         inspect_engine(engine)
@@ -172,7 +172,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         live = inspect_engine(engine)
         prepared = prepare(live, checkpoint, options)
         own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
-    except BaseException as problem:  # raised again below, when all ranks know
+    except BaseException as problem:  # raised again below, after all ranks have the error
         error = problem
     agree(error)
     if error is not None or live is None or prepared is None:
@@ -198,7 +198,7 @@ def _inject(
     """Load the prepared state into the engine; return the client state as DeepSpeed returns it.
 
     Raises:
-        PlanError: DeepSpeed raised an error; the engine holds a part of the state.
+        PlanError: DeepSpeed raised an error; the engine has a part of the state.
     """
     from ckpttool.integrations.deepspeed import inject
 

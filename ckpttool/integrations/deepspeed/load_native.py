@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.targets.zero.match import Fitted
 
 EXPERT_LAYERS = {"MoE", "AutoEPMoELayer"}
-"""DeepSpeed's modules that hold experts."""
+"""DeepSpeed's modules that contain experts."""
 
 
 def read_native(
@@ -42,7 +42,7 @@ def read_native(
     from ckpttool.integrations.deepspeed.states import check_form  # imports torch
 
     if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.remote:
-        problem = "lies on a remote storage, but swap files of NVMe offload must be copied from a local disk"
+        problem = "is on a remote storage, but swap files of NVMe offload must be copied from a local disk"
         raise PlanError(checkpoint.location, problem, "copy it to local disk with cp")
     numbers = {file.name: number for number, file in enumerate(checkpoint.files)}
     needed = [name for name in native_files(live, list(numbers)) if name in numbers]
@@ -70,7 +70,7 @@ def read_native(
         if (base := base_state(content)) is not None:
             check_form(live, checkpoint, base)
     if by_name and fitted is not None and live.model is not None:
-        # The manifest of a checkpoint that is not saved yet will hold the engine's names.
+        # The manifest of a checkpoint that is not saved yet will contain the engine's names.
         own = options.structure_only
         names = stage0.live_names(checkpoint, live.model) if own else stage0.saved_names(checkpoint)
         fitted = stage0.prepare_whole(live, checkpoint, fitted, files.get(needed[0]), names, strict=options.strict)

@@ -107,7 +107,7 @@ def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> 
         why_not = _why_not_native(live, checkpoint, fitted, options.without_optimizer)
     groups = len(live.model.groups) if live.model is not None else len(live.hyperparameters)
     if not options.without_optimizer and len(live.hyperparameters) != groups:
-        problem = f"cannot be loaded: DeepSpeed has built the optimizer of {groups} groups anew, with a single group"
+        problem = f"cannot be loaded: DeepSpeed has rebuilt the optimizer of {groups} groups with a single group"
         raise PlanError(checkpoint.location, problem, "build the optimizer with one group, or pass weights_only=True")
     if not options.without_optimizer:
         from ckpttool.integrations.deepspeed.states import check_states  # imports torch
@@ -121,7 +121,7 @@ def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> 
 def _prepare_planned(
     live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
 ) -> PlannedState:
-    """Read the state of this rank for an engine of another layout, if all of it can be partitioned anew."""
+    """Read the state of this rank for an engine of another layout, if all of it can be partitioned again."""
     if checkpoint.nonpartitionable and not options.without_optimizer:
         raise nonpartitionable_error(checkpoint)
     if live.stage == 0 and not options.without_optimizer and live.model is not None:
@@ -145,7 +145,7 @@ def _prepare_planned(
 
 
 def _check_module(live: LiveEngine, checkpoint: Checkpoint, *, strict: bool) -> None:
-    """Check that files can hold the tensors of the module, and that torch can write into them.
+    """Check that files can contain the tensors of the module, and that torch can write into them.
 
     Source: torch 2.13, aten/src/ATen/MemoryOverlap.cpp (``has_internal_overlap``).
 
@@ -176,7 +176,7 @@ def thin_error(checkpoint: Checkpoint) -> PlanError:
 
 
 def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
-    """Return the options with all checksums to be compared, if a manifest records those of every byte."""
+    """Return the options with all checksums to be compared, if a manifest covers every byte."""
     committed = has_manifest(connect(checkpoint.storage), checkpoint.location)
     return replace(options, check="full") if committed else options
 
@@ -194,7 +194,7 @@ def _same_kind(live: LiveEngine, checkpoint: Checkpoint) -> bool:
 
 
 def _is_elastic(checkpoint: Checkpoint) -> bool:
-    """Whether the files have no hyper-parameters: those of the engine are used."""
+    """Whether the files have no hyper-parameters: the engine's are used."""
     config = checkpoint.ds_config.get("zero_optimization")
     elastic = isinstance(config, Mapping) and bool(config.get("elastic_checkpoint"))
     return elastic and not any(group.hyperparameters.keys() - {"step"} for group in checkpoint.groups)
@@ -207,7 +207,7 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
     if not _same_kind(live, checkpoint):
         return "differs from the engine in stage, dtype or format"
     differs: object = fitted.missing or fitted.unexpected
-    if not live.stage and live.model is not None:  # what is not trained may differ: the optimizer's states go by name
+    if not live.stage and live.model is not None:  # untrained parameters may differ
         differs = {*fitted.missing}.intersection(*live.model.groups)
     kept = fitted.unrestored_groups and not _is_elastic(checkpoint)
     if differs or (live.stage and (fitted.fresh or kept or fitted.regrouped)):
@@ -241,7 +241,7 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
 
 def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOptions) -> Fitted:
     # DeepSpeed restores the optimizer itself at stage 0, and from files of the same layout: states that no other layout
-    # can hold are no obstacle there. Names and shapes are compared nevertheless.
+    # can store are restored there. Names and shapes are compared nevertheless.
     same = _same_kind(live, checkpoint) and live.topology == checkpoint.topology
     if same or options.without_optimizer:
         checkpoint = replace(checkpoint, nonpartitionable=())
@@ -286,10 +286,10 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
 
 
 def _check_experts(live: LiveEngine, checkpoint: Checkpoint) -> None:
-    """Check that the layers of the engine's model have as many experts as those of the checkpoint.
+    """Check that the layers of the engine's model have as many experts as in the checkpoint.
 
     Raises:
-        PlanError: They have not.
+        PlanError: The numbers differ.
     """
     layers = TargetExperts(checkpoint, live.topology.data_parallel, parallel=1).layers
     modules = (

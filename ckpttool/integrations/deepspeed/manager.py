@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 1800.0
-"""Default of ``timeout``: seconds that a rank may be behind the others."""
+"""Default of ``timeout``: seconds that a rank may lag."""
 MEETING = "manager"
 """Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
 HINTS = {"rank_state": "pass rank_state on every rank, or on none"}
@@ -84,12 +84,12 @@ class CheckpointManager:
         keep_every: Keep checkpoints whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
         keep_for: Keep checkpoints younger than this: seconds, or a text like "7d".
-        thin: As for ``ckpttool.prune``: the type of the weights that stay of checkpoints that no rule keeps. The first
-            rank writes them after a save, with ``async_save`` in the background.
+        thin: As for ``ckpttool.prune``: instead of deleting a checkpoint, keep its weights in this type. The first rank
+            writes them after a save, with ``async_save`` in the background.
         thin_every: As for ``ckpttool.prune``: keep the weights of those whose step is a multiple of this, in bf16
             unless ``thin`` says otherwise, and remove the others.
         async_save: Return after the state is copied to host memory, and write in the background.
-        timeout: Seconds that a rank may be behind the others before a save fails.
+        timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
         on_save: Called on every rank after each save, in the thread of the save.
         signals: Signals that announce the end of the run (``signal.SIGTERM`` on most clusters); see ``preempted``.
@@ -98,7 +98,7 @@ class CheckpointManager:
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
-            itself; a path names the file that holds it, "env:NAME" an environment variable. The same on every rank.
+            itself; a path names the file that contains it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
 
     Raises:
@@ -192,12 +192,12 @@ class CheckpointManager:
         """Save the engine's state, on every rank at the same step.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
                 between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
-                that of the first rank counts.
+                the first rank's counts.
             client_state: State to save with the checkpoint; ``restore`` returns it.
-            metrics: Numbers for ``keep_best``; the manifest gets those of the first rank.
+            metrics: Numbers for ``keep_best``; the manifest gets the first rank's.
             overwrite: Replace a checkpoint of that name.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
             save_latest: Name the checkpoint in ``latest``, as ``engine.save_checkpoint`` does.
@@ -240,9 +240,9 @@ class CheckpointManager:
     ) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
 
-        ``root`` lies on the manager's storage. ``before`` is attempt and number of the previous commit; None for the
-        one that ``latest`` in ``root`` names. ``root_files`` are files of the root that this rank writes before the
-        commit, by path relative to the root; other arguments are those of ``save``.
+        ``root`` is on the manager's storage. ``before`` is attempt and number of the previous commit; None for the one
+        that ``latest`` in ``root`` names. ``root_files`` are files of the root that this rank writes before the commit,
+        by path relative to the root; other arguments are as for ``save``.
         """
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
@@ -297,7 +297,7 @@ class CheckpointManager:
         (request,) = requests
         if request.tag != first_tag:
             if validation == "WARN":
-                LOG.warning("rank %d has tag %s: the save has that of rank 0, %s", ranks.rank, request.tag, first_tag)
+                LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
             request = replace(request, tag=first_tag)
         self._warn_of_gradients(engine, ranks)
         captured = capture(
@@ -359,21 +359,21 @@ class CheckpointManager:
         all bytes read are compared with the checksums before the engine changes.
 
         Args:
-            engine: What ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned.
             tag: Load only this checkpoint.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
             optimizer: As for ``ckpttool.load``.
             scheduler: As for ``ckpttool.load``.
-            dry_run: As for ``ckpttool.load``: ``restored`` gets the report of what a restore would do.
+            dry_run: As for ``ckpttool.load``: ``restored`` gets the report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
 
         Returns:
-            The client state of the checkpoint; None if there is no checkpoint. ``restored`` has the report.
+            The client state of the checkpoint; None without a checkpoint. ``restored`` has the report.
 
         Raises:
-            CkptError: There are checkpoints, but none can be restored; the same on every rank.
+            CkptError: There are checkpoints, but no restore succeeded; the same on every rank.
         """
         options = LoadOptions(
             strict=strict,
@@ -479,7 +479,7 @@ class CheckpointManager:
             weights = (
                 "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
             )
-            hint = f"restore one from a copy, {weights}or choose another root to begin anew"
+            hint = f"restore one from a copy, {weights}or choose another root to start from scratch"
             raise LayoutError(self.root, problem, hint)
         return None
 
@@ -621,7 +621,7 @@ def checked_tag(given: Any) -> str:
     """Return a tag that can name a directory.
 
     Raises:
-        ArgumentError: It cannot be one.
+        ArgumentError: It cannot name a directory.
     """
     tag = str(given)
     if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
@@ -636,7 +636,7 @@ def checked_tag(given: Any) -> str:
 
 
 def tag_validation(engine: Any) -> str:
-    """Return what the configuration says of tags that differ between ranks: "WARN", "IGNORE" or "FAIL"; default: FAIL.
+    """Return the configured check for tags that differ between ranks: "WARN", "IGNORE" or "FAIL"; default: FAIL.
 
     DeepSpeed's own default warns: its ranks then write one checkpoint into several directories.
 

@@ -46,7 +46,7 @@ class LoadOptions:
         """Maximum bytes of requests in flight for a remote checkpoint.
 
         Raises:
-            ArgumentError: ``memory`` is no size.
+            ArgumentError: ``memory`` is not a size.
         """
         from ckpttool.execution.run import memory_bytes
 

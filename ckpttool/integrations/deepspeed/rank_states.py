@@ -48,8 +48,8 @@ def _degrees(topology: Topology) -> tuple[int, int, int]:
 class RankStates(Sequence[Any]):
     """The rank states of a checkpoint, by the number of the rank that saved them.
 
-    An item is read from its file at each access, so that a rank holds only the states that it uses. Read them before
-    the checkpoint is removed.
+    An item is read from its file at each access, so that a rank keeps only the states that it uses in memory. Read them
+    before the checkpoint is removed.
 
     Args:
         checkpoint: The checkpoint.

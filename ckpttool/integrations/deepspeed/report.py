@@ -86,7 +86,7 @@ class LoadReport:
         world_size: int | None = None,
         shared: Collection[str] = (),
     ) -> dict[str, Any] | None:
-        """Return the random number state with which this rank goes on; pass it to ``ckpttool.set_rng_state``.
+        """Return the random number state with which this rank continues; pass it to ``ckpttool.set_rng_state``.
 
         If the same ranks saved, it is the saved one. Otherwise ``ckpttool.derive_rng_state`` derives it from the states
         of all ranks.
@@ -134,7 +134,7 @@ class LoadReport:
         held += [f"client state ({', '.join(map(str, self.client_state))})"] * bool(self.client_state)
         if self.rank_states:
             held.append(f"rank states of {len(self.rank_states)} ranks" if self.rank_state is None else "rank state")
-        lines.append(f"with it: {', '.join(held) or 'nothing but weights'}")
+        lines.append(f"with it: {', '.join(held) or 'only weights'}")
         lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
         lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -144,7 +144,7 @@ def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:
     """Return the random number state in a rank state.
 
     Raises:
-        ArgumentError: It is not there.
+        ArgumentError: The rank state does not contain it.
     """
     from ckpttool.integrations.torch.rng import is_rng_state
 
@@ -154,7 +154,7 @@ def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:
     if not is_rng_state(part):
         where = "rank_state itself" if key is None else f"{brief(key)} of rank_state"
         hint = 'save with rank_state={"rng": ckpttool.rng_state()}, or pass the key that it has there'
-        raise ArgumentError("key", f"names {where}, which is no state of ckpttool.rng_state", hint)
+        raise ArgumentError("key", f"names {where}, which is not a state of ckpttool.rng_state", hint)
     found: dict[str, Any] = part
     return found
 

@@ -1,7 +1,7 @@
 """Check before the first save of an engine that a restore into an engine built alike would succeed.
 
-The structure of all ranks' files, without tensors, goes to a scratch directory of the first rank as sparse files. It
-opens them and matches them with its engine as in a restore; the storage of the checkpoint is not used.
+The structure of all ranks' files, without tensors, is written as sparse files to a scratch directory of the first rank.
+It opens them and matches them with its engine as in a restore; the storage of the checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_restorable(
         ranks: The ranks of the run.
         captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
         strict: Whether all parameters of the model must be there.
-        timeout: Seconds that a rank may be behind the others.
+        timeout: Seconds that a rank may lag.
 
     Raises:
         PlanError: They cannot be restored; the same on every rank.
@@ -72,7 +72,7 @@ def check_restorable(
     problem = _elastic_problem(live)
 
     def check(problems: list[str]) -> None:
-        """Check on the first rank what all ranks have: their files are alike."""
+        """Check the files of all ranks on the first rank, because they are alike."""
         with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
             path = posixpath.join(scratch, posixpath.basename(directory))
             try:
@@ -115,7 +115,7 @@ def _write_sparse(files: Sequence[Structure], directory: str) -> None:
 
 
 def _unsaved_optimizer(live: LiveEngine) -> str:
-    """Return which optimizer within the engine's has states that no checkpoint will hold; "" if there is none."""
+    """Return which optimizer within the engine's has states that no checkpoint would contain; "" if there is none."""
     inner = live.optimizer.optimizer if live.wrapper and has_optimizer(live.optimizer) else live.optimizer
     if getattr(type(inner), "state_dict", None) is not torch.optim.Optimizer.state_dict:
         return ""  # there is none, or its state dict is its own
@@ -125,13 +125,13 @@ def _unsaved_optimizer(live: LiveEngine) -> str:
             if isinstance(one, torch.optim.Optimizer) and any(id(v) not in kept for v in one.state.values() if v):
                 return (
                     f"the states of {name} ({type(one).__name__}) are not in the state_dict() of the engine's "
-                    f"{type(inner).__name__}: a restore will not bring them back"
+                    f"{type(inner).__name__}: a restore would not restore them"
                 )
     return ""
 
 
 def _elastic_problem(live: LiveEngine) -> str:
-    """Return why an elastic checkpoint cannot hold the states: DeepSpeed keeps those of a partition, without padding.
+    """Return why an elastic checkpoint cannot store the states: DeepSpeed keeps a partition's, without padding.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``_get_base_optimizer_state``,
     ``_get_state_without_padding``).

@@ -89,7 +89,7 @@ def prepare_whole(
         raise PlanError(checkpoint.location, "is of a pipeline", "this is a bug in ckpttool")
     check_wrapper(live, checkpoint, model_states)
     if not checkpoint.groups:
-        # The optimizer's ``state_dict`` is its own: it is handed back as it is.
+        # The optimizer has its own form of ``state_dict``: it is returned unchanged.
         if names not in (None, live_names(checkpoint, model)):
             problem = "has optimizer states of an unknown form, and other parameter groups than the engine"
             raise PlanError(checkpoint.location, problem, REBUILD)
@@ -156,7 +156,7 @@ def fit_whole(
         n for n in groups if n not in {p.name for p in checkpoint.parameters} | {b.name for b in checkpoint.buffers}
     ]
     if unknown or len(groups) != sum(map(len, names)) or len(names) != len(checkpoint.groups):
-        problem = "has a manifest whose parameter names differ from those of its files"
+        problem = "has a manifest whose parameter names differ from its files"
         raise PlanError(checkpoint.location, problem, "restore it from a copy, or use another tag")
     parameters = []
     for p in checkpoint.parameters:
@@ -278,7 +278,7 @@ def reordered(
     """Reorder the saved optimizer state to the engine's groups; no copy if the order is the same.
 
     Raises:
-        PlanError: Sizes differ from those of the named parameters.
+        PlanError: Sizes differ from the named parameters'.
     """
     module, saved = model_states["module"], dict(model_states["optimizer"])
     base = saved["optimizer_state_dict"] if live.wrapper else saved
@@ -471,7 +471,7 @@ def _difference(live: LiveEngine, saved: Mapping[str, Any], base: Mapping[str, A
     for numbers, group in zip(there, groups, strict=True):
         for number, p in zip(numbers, group["params"], strict=True):
             state = base["state"].get(number, {})
-            # A state of one size for all parameters says nothing about their order.
+            # A state of one size for all parameters does not determine their order.
             if not all(_may_belong(v, p) for name, v in state.items() if len(sizes[name]) > 1):
                 return "states of other sizes"
     for key in ("fp32_groups_flat", "fp32_groups"):

@@ -1,4 +1,4 @@
-"""Compare the optimizer states of an engine with those of a checkpoint."""
+"""Compare the optimizer states of an engine with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
     else:
         lacking, surplus = needed - known, saved - held
         numbers = {key for group in checkpoint.groups for key in group.scalars} - {STEP}
-        if any(group.scalars for group in checkpoint.groups):  # without scalars there is no information
+        if any(group.scalars for group in checkpoint.groups):  # without scalars this is unknown
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
     if (lacking or surplus) and not _same_options(live, checkpoint):

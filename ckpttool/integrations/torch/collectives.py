@@ -87,7 +87,7 @@ def open_together(
         storage: This rank's own storage object, with its own connections.
         open_source: Opens the checkpoint; called only on the first rank.
         ranks: The ranks that take part.
-        timeout: Seconds that a rank may be behind the first.
+        timeout: Seconds that a rank may lag.
 
     Raises:
         RankError: A rank sent no message in time.

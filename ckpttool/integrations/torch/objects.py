@@ -1,7 +1,7 @@
 """Build the objects in files of ``torch.save`` without running code from the file.
 
-ckpttool's own unpickler reads the structure. Plain data stays unchanged, tensors get their bytes, and this module
-builds objects of the classes listed here. It refuses any other class by name, unless the caller allows it.
+ckpttool's own unpickler reads the structure. Plain data is not changed, tensors get their bytes, and this module builds
+objects of the classes listed here. It refuses any other class by name, unless the caller allows it.
 
 Source: torch 2.13, torch/_utils.py and torch/_tensor.py (the rebuilders); numpy 2, numpy/_core/src/multiarray
 (``array_setstate``); CPython, Lib/copyreg.py.
@@ -47,7 +47,7 @@ def as_torch(values: NDArray[Any]) -> Any:
     return raw.view(getattr(torch, name)).reshape(values.shape)
 
 
-ALLOW = 'if you trust whoever wrote it, allow its class: allow=["{}"]'
+ALLOW = 'if you trust its author, allow its class: allow=["{}"]'
 
 STATED = {
     "argparse.Namespace",

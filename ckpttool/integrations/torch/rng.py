@@ -38,8 +38,8 @@ TRACKER = "deepspeed.runtime.activation_checkpointing.checkpointing"
 def rng_state() -> dict[str, Any]:
     """Return the state of every random number generator that a train loop uses on this rank.
 
-    Pass it to ``CheckpointManager.save`` as (a part of) ``rank_state``. The state holds numbers, text, tuples, mappings
-    and ``torch.uint8`` or ``torch.int64`` tensors in host memory.
+    Pass it to ``CheckpointManager.save`` as (a part of) ``rank_state``. The state contains numbers, text, tuples,
+    mappings and ``torch.uint8`` or ``torch.int64`` tensors in host memory.
 
     Returns:
         "python": the generator of the module ``random``. "numpy": the legacy global generator of ``numpy.random``.
@@ -65,8 +65,8 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set the random number generators of this rank to a state of ``rng_state`` or ``derive_rng_state``.
 
-    Call it as the last step before the train loop goes on: a constructor of a model draws numbers, too. A generator
-    that the state or this process lacks (CUDA, DeepSpeed's tracker) is left as it is.
+    Call it as the last step before the train loop continues: a constructor of a model draws numbers, too. A generator
+    that the state or this process lacks (CUDA, DeepSpeed's tracker) is not changed.
 
     Args:
         state: The state. Devices of CUDA are set by number; with another number of visible devices, the current device
@@ -170,11 +170,11 @@ def is_rng_state(value: Any) -> bool:
 def _check_state(state: Any) -> None:
     if not is_rng_state(state):
         problem = f"is a {type(state).__name__}, not a state of rng_state"
-        raise ArgumentError("state", problem, "pass what ckpttool.rng_state returned")
+        raise ArgumentError("state", problem, "pass the result of ckpttool.rng_state")
     if not isinstance(state[KEY], int) or state[KEY] > FORMAT:
         raise ArgumentError("state", "was written by a later release of ckpttool", "upgrade ckpttool")
     if missing := [name for name in GENERATORS[:3] if name not in state]:
-        raise ArgumentError("state", f"lacks {missing[0]}", "pass what ckpttool.rng_state returned")
+        raise ArgumentError("state", f"lacks {missing[0]}", "pass the result of ckpttool.rng_state")
 
 
 def _seeded(device: str, seed: int) -> torch.Tensor:

@@ -45,8 +45,8 @@ END = Step(0, 0)
 def next_step(remaining: int, ranks: int, batch_size: int, tail: str) -> Step:
     """Return the next step of an epoch.
 
-    It depends on nothing else: a run that stops and goes on has the steps of a run that did not stop. Each rank gets at
-    least one sample of a step.
+    It depends on nothing else, so a resumed run has the steps of an uninterrupted one. Each rank gets at least one
+    sample of a step.
 
     Args:
         remaining: Samples of the epoch that are left.
@@ -93,21 +93,21 @@ class _Position:
     samples: int = 0
     """Samples of the epoch that all ranks together have taken."""
     carried: int = 0
-    """Samples of the epoch before that come first in this one."""
+    """Samples of the previous epoch that come first in this one."""
 
 
 class ResumableSampler:
-    """Batches of indexes for ``DataLoader(batch_sampler=...)`` that go on from any position on any number of ranks.
+    """Batches of indexes for ``DataLoader(batch_sampler=...)`` that continue from any position on any number of ranks.
 
     All ranks read one order of the samples: the permutation of (seed, epoch), or 0, 1, 2, ... without ``shuffle``. A
-    step takes the next samples of that order, and each rank gets a block of them. So what has been read is always a
-    beginning of the order, whatever the number of ranks, and its length is the whole position.
+    step takes the next samples of that order, and each rank gets a block of them. So the samples read so far are always
+    a prefix of the order, for any number of ranks, and the position is the length of that prefix.
 
     Every rank has the same number of batches, so that no collective waits for a batch that one rank lacks. The batches
     at the end of an epoch may be smaller; ``tail`` decides about samples that do not fill a step:
 
-    * "spread": each sample is read exactly once. The last batches are smaller; in a step, those of two ranks differ by
-      one sample at most. With batch size 1, some ranks have two samples in their last batch instead.
+    * "spread": each sample is read exactly once. The last batches are smaller; in a step, the batches of two ranks
+    differ by at most one sample. With batch size 1, some ranks have two samples in their last batch instead.
     * "carry": like "spread", but a batch is never larger: where fewer samples than ranks are left, they are read at the
       beginning of the next epoch.
     * "drop": samples that do not fill ``accumulation`` steps are left out in this epoch, as ``drop_last`` does. At an
@@ -118,8 +118,8 @@ class ResumableSampler:
 
     DeepSpeed gives each rank's batch the same weight, also if their sizes differ by one sample.
 
-    The position is that of the batches that the train loop took, not of those that workers of the loader have
-    prefetched: ``ResumableLoader`` counts them, or the loop calls ``advance`` for each batch.
+    The position counts the batches that the train loop took, without those prefetched by workers of the loader:
+    ``ResumableLoader`` counts them, or the loop calls ``advance`` for each batch.
 
     Args:
         data: The data set, or its number of samples.
@@ -129,8 +129,8 @@ class ResumableSampler:
         seed: Seed of the order; the same on all ranks and for the whole run.
         shuffle: Whether each epoch has an order of its own.
         tail: See above.
-        accumulation: Micro batches of one step of the optimizer. A state between two steps is that of the step before,
-            because a restore drops the gradients of its micro batches.
+        accumulation: Micro batches of one step of the optimizer. A state between two steps equals the state after the
+            previous step, because a restore drops the gradients of its micro batches.
 
     Raises:
         ArgumentError: An argument is outside its range, or there are fewer samples than ranks.
@@ -188,7 +188,9 @@ class ResumableSampler:
         return count_steps(self._remaining(self._position), self.world_size, self.batch_size, self.tail)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of this rank from the current position to the end of the epoch; the position stays."""
+        """Yield the batches of this rank from the current position to the end of the epoch; the position does not
+        change.
+        """
         position, order = self._position, self._indexes(self._position)
         while (step := self._step(position)).samples:
             start, end = (position.samples + r * step.size // self.world_size for r in (self.rank, self.rank + 1))
@@ -198,7 +200,7 @@ class ResumableSampler:
     def advance(self, batches: int = 1) -> None:
         """Count batches that the train loop has taken, on every rank.
 
-        Behind the last batch of an epoch, the position is the beginning of the next one.
+        After the last batch of an epoch, the position is the beginning of the next one.
         """
         for _ in range(batches):
             step = self._step(self._position)
@@ -226,21 +228,21 @@ class ResumableSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position, on any number of ranks and with any batch size.
+        """Continue from a position, on any number of ranks and with any batch size.
 
         Raises:
             ArgumentError: The state is not one of ``state_dict``, or of other data or another order.
         """
         missing = [name for name in ("sampler_format", "epoch", "position", "carried") if name not in state]
         if missing:
-            raise ArgumentError("state", f"lacks {missing[0]}", "pass what state_dict returned")
+            raise ArgumentError("state", f"lacks {missing[0]}", "pass the result of state_dict")
         if state["sampler_format"] > FORMAT:
             raise ArgumentError("state", "was written by a later release of ckpttool", "upgrade ckpttool")
         for name in ("length", "seed", "shuffle"):
             saved, own = state.get(name), getattr(self, name)
             if saved != own:
                 problem = f"was saved with {name} {brief(saved)}, but the sampler has {own}: its order differs"
-                raise ArgumentError("state", problem, f"make the sampler with {name} {brief(saved)}, or begin anew")
+                raise ArgumentError("state", problem, f"make the sampler with {name} {brief(saved)}")
         self._go_to(_Position(int(state["epoch"]), int(state["position"]), int(state["carried"])))
 
     def _go_to(self, position: _Position) -> None:
@@ -277,7 +279,7 @@ class ResumableSampler:
         if not self.shuffle:
             return np.arange(self.length, dtype=np.int64)
         digest = hashlib.sha256(f"ckpttool sampler {self.seed} {epoch}".encode()).digest()
-        # numpy keeps the streams of RandomState in all releases; those of Generator may change.
+        # numpy keeps the streams of RandomState in all releases; streams of Generator may change.
         words = np.frombuffer(digest, dtype="<u4").astype(np.uint32)
         return np.random.RandomState(words).permutation(self.length).astype(np.int64, copy=False)
 
@@ -295,11 +297,11 @@ class ResumableLoader:
                 manager.save(engine, client_state={"loader": loader.state_dict()})
 
     A batch counts as soon as the loop has it: take the state after the step with the batch. Batches that workers have
-    prefetched do not count. After a ``break`` the next iteration goes on with the next batch.
+    prefetched do not count. After a ``break`` the next iteration continues with the next batch.
 
     An iteration draws no number from torch's default generator: the seeds of the loader's workers depend on seed,
-    epoch, position and rank. After a resume within an epoch the workers begin anew, so that they draw other numbers for
-    augmentation than a run that did not stop; to repeat them, draw them from a seed of epoch and index of the sample.
+    epoch, position and rank. After a resume within an epoch the workers start again, so that they draw other numbers
+    for augmentation than an uninterrupted run; to repeat them, draw them from a seed of epoch and index of the sample.
 
     Args:
         loader: ``torch.utils.data.DataLoader`` or ``torchdata``'s ``StatefulDataLoader`` with
@@ -344,7 +346,7 @@ class ResumableLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; see ``ResumableSampler.load_state_dict``."""
+        """Continue from a position; see ``ResumableSampler.load_state_dict``."""
         self.sampler.load_state_dict(state)
 
     def _seed(self) -> int:
@@ -369,7 +371,7 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
         batch_size: Samples of one batch of one rank now.
 
     Raises:
-        PlanError: They are no whole number of batches of all ranks; names the batch sizes that fit.
+        PlanError: They are not a whole number of batches of all ranks; names the batch sizes that fit.
     """
     for name, value in (("world_size", world_size), ("batch_size", batch_size)):
         check_at_least(name, value, 1)
@@ -377,7 +379,7 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
     if rest:
         fitting = [size for size in range(batch_size, 0, -1) if samples % (world_size * size) == 0]
         hint = f"choose batch size {fitting[0]}" if fitting else "save where the number of samples fits both runs"
-        problem = f"are no whole number of batches of {batch_size} on {world_size} ranks"
+        problem = f"are not a whole number of batches of {batch_size} on {world_size} ranks"
         raise PlanError(
             f"{samples} samples", problem, f"{hint}, or use ckpttool.data.ResumableSampler as batch_sampler"
         )
@@ -389,7 +391,7 @@ class CurriculumPosition:
 
     Its own ``state_dict`` lacks the generator that draws the samples, and its own count of samples includes those that
     workers of the loader have prefetched. This state has the generator. It is exact if the loader has no workers, is
-    saved behind a step of the optimizer, and no cluster of samples was shuffled anew afterwards: DeepSpeed then
+    saved after a step of the optimizer, and no cluster of samples was shuffled again afterwards: DeepSpeed then
     overwrites the file of the cluster.
 
     Args:
@@ -429,7 +431,7 @@ class CurriculumPosition:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, exact: bool = True) -> None:
-        """Go on from a position, on every rank.
+        """Continue from a position, on every rank.
 
         Args:
             state: The position, as saved by the first rank.
@@ -464,5 +466,5 @@ class CurriculumPosition:
             state["data_cluster_paths"], getattr(sampler, "data_clusters", [])[before:], state["clusters"], strict=False
         ):
             if crc32(cluster[0].tobytes()) != saved:
-                problem = f"names the cluster {brief(path)}, which was shuffled anew after the save"
-                raise PlanError(what, problem, "restore the directory of the clusters, or begin anew")
+                problem = f"names the cluster {brief(path)}, which was shuffled again after the save"
+                raise PlanError(what, problem, "restore the directory of the clusters, or start from scratch")

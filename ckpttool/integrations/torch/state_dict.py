@@ -62,7 +62,7 @@ def load_state_dict(  # noqa: PLR0913  public API
         tag: As for ``inspect``.
         dtype: Type of the parameters: "fp32", "bf16", "fp16" or one of torch's. Default: fp32, as ``consolidate``
             writes. Buffers keep their own.
-        device: Where the tensors go; default: host memory.
+        device: Device of the tensors; default: host memory.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
         check: As for ``consolidate``. A record shared by several tensors is compared when the last of them is read.
@@ -90,7 +90,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
     Args:
         checkpoint: The source.
         dtype: Type of the parameters, safetensors' spelling.
-        device: Where the tensors go; None for host memory.
+        device: Device of the tensors; None for host memory.
         include: Globs on full names; empty means all.
         exclude: Globs on full names.
         check: The recorded CRC-32 to compare with the bytes read.
@@ -154,11 +154,11 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         """Copy all tensors into a module, one after another; names and shapes are compared first.
 
         Args:
-            module: Any module that holds whole parameters.
+            module: Any module that contains whole parameters.
             strict: Whether both must have the same names.
 
         Raises:
-            ChecksumError: The bytes read differ from those saved; the module holds a part of them.
+            ChecksumError: The bytes read differ from those saved; the module has a part of them.
             PlanError: A shape differs; with ``strict`` a name is missing; a parameter is partitioned or has no memory.
             StorageError: Reading failed.
         """

@@ -163,7 +163,7 @@ views.catalog = (data, main) => {
                 ? page.el(
                     "span",
                     { class: "words" },
-                    page.el("b", {}, !d.keep ? "goes" : d.thin ? `thinned to ${d.thin}` : "stays"),
+                    page.el("b", {}, !d.keep ? "removed" : d.thin ? `thinned to ${d.thin}` : "kept"),
                     `: ${page.text(d.reason, 400)}`,
                   )
                 : "";

@@ -27,7 +27,7 @@ _AUTOEP_NAME = re.compile(r"(?P<prefix>(?P<module>.*)\.experts)\.w[123]")
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """The part of a parameter that a rank holds before partitioning."""
+    """The part of a parameter that a rank stores before partitioning."""
 
     name: str
     """Name of the parameter in the whole model."""
@@ -74,7 +74,7 @@ class TargetExperts:
     Args:
         checkpoint: The source.
         ranks: Data-parallel ranks of the target.
-        parallel: Expert-parallel size of the target; None for that of the source.
+        parallel: Expert-parallel size of the target; None for the source's.
     """
 
     def __init__(self, checkpoint: Checkpoint, ranks: int, parallel: int | None = None) -> None:

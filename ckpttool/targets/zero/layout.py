@@ -49,7 +49,7 @@ class Shape:
     dtype: str
     """Compute dtype of the target run, safetensors' spelling."""
     expert_parallel: int | None = None
-    """Expert-parallel size; None for that of the source."""
+    """Expert-parallel size; None for the source's."""
     alignment: int = 1
     """Alignment of every parameter in a flat buffer of stages 1 and 2, in elements."""
 
@@ -287,7 +287,7 @@ class TargetGroups:
     Args:
         checkpoint: The source.
         shape: Ranks and stage of the target.
-        fresh: Parameters whose states the source lacks in part or wholly; the missing states stay zero.
+        fresh: Parameters whose states the source lacks in part or wholly; the missing states are zero.
 
     Raises:
         PlanError: The source cannot be written as a ZeRO checkpoint.

@@ -139,7 +139,7 @@ class _Matcher:
         source_names = [tuple(self._source_name(n) for n in names) for names in self.live.groups]
         checkpoint = replace(
             self.checkpoint,
-            format="zero",  # the model tells frozen parameters from buffers, even if the source does not
+            format="zero",  # the model distinguishes frozen parameters and buffers, even if the source does not
             parameters=tuple(parameters),
             buffers=(),
             aliases={},
@@ -182,7 +182,8 @@ class _Matcher:
                 self.missing.append(name)
             return None
         self.used.add(stored)
-        # Releases before 0.19.8 lose the shape of a parameter without elements, universal checkpoints that of a scalar.
+        # Releases before 0.19.8 lose the shape of a parameter without elements; universal checkpoints lose the shape of
+        # a scalar.
         if source.shape != shape and (all(source.shape) or all(shape)) and {source.shape, shape} != {(), (1,)}:
             problem = f"{name} has shape {list(source.shape)}, but {list(shape)} in the model"
             raise PlanError(self.checkpoint.location, problem, "build the model with the shapes of the checkpoint")

@@ -138,7 +138,7 @@ class ModelFiles:
         file = TorchFileBuilder(self._name(rank), self._builder)
         frozen = [p for p in checkpoint.parameters if p.frozen]
         module = self._shared(file) if shared else OrderedDict()
-        # A weights-only source does not tell frozen parameters: the engine must find all parameters in the module.
+        # A weights-only source does not record frozen parameters: the engine must find all parameters in the module.
         # Without frozen parameters in the source (exclude_frozen_parameters) the list must be absent too.
         lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and bool(checkpoint.groups) and bool(frozen)
         step = {"skipped_steps": checkpoint.skipped_steps, "global_steps": checkpoint.step or 0}
@@ -193,10 +193,10 @@ class ModelFiles:
         return [(names, shares[0].parameters) for names, shares in groups]
 
     def _module(self, file: TorchFileBuilder) -> OrderedDict:
-        """Return whole weights; those of a group are views of one flat storage, as in DeepSpeed's files."""
+        """Return whole weights; the weights of a group are views of one flat storage, as in DeepSpeed's files."""
         dtype = self._groups.shape.dtype
         views: dict[str, TensorRef] = {}
-        # A weights-only source does not tell buffers: all tensors keep their dtype, and DeepSpeed casts on load.
+        # A weights-only source does not record buffers: all tensors keep their dtype, and DeepSpeed casts on load.
         for names, flat in (
             zip(self._groups.groups, self._groups.flat, strict=True) if self._groups.checkpoint.groups else ()
         ):
@@ -242,7 +242,7 @@ class ModelFiles:
 
 
 MUON = "momentum_buffer"
-"""Muon's state. At stages 1 and 2 each rank holds whole matrices: all that have a fragment in its partition."""
+"""Muon's state. At stages 1 and 2 each rank stores whole matrices: all that have a fragment in its partition."""
 
 
 class OptimizerFiles:
@@ -457,7 +457,7 @@ def plan_rank(
         shape: Ranks and stage.
         rank: The data-parallel rank.
         tag: Name of the checkpoint.
-        fresh: Parameters whose states the checkpoint lacks in part or wholly; the missing states stay zero.
+        fresh: Parameters whose states the checkpoint lacks in part or wholly; the missing states are zero.
 
     Returns:
         A plan of two files: optimizer states, model states.
@@ -483,7 +483,7 @@ def local_shapes(checkpoint: Checkpoint, shape: Shape, rank: int) -> list[list[t
 
 
 def _check_hyperparameters(checkpoint: Checkpoint) -> None:
-    """Check that the hyper-parameters are complete: DeepSpeed's load replaces those of the run.
+    """Check that the hyper-parameters are complete: DeepSpeed's load replaces the run's.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``).
     """
@@ -493,7 +493,7 @@ def _check_hyperparameters(checkpoint: Checkpoint) -> None:
                 f"holds no hyper-parameters (lr, betas, ...) of group {number}, as with elastic_checkpoint: "
                 "a run that loads the result could not take a step"
             )
-            hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep those of the run"
+            hint = "resume with ckpttool.load(engine, ...), or convert to universal: both keep the run's"
             raise PlanError(checkpoint.location, problem, hint)
         tensors = [key for key, v in group.hyperparameters.items() if any(isinstance(x, TensorRef) for x in walk(v))]
         if tensors:
