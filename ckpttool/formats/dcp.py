@@ -98,7 +98,7 @@ class Shards:
         storage: Their storage.
         directory: The checkpoint.
         chunks: Position of each chunk and object.
-        files: The files read before; those of this directory are added.
+        files: The files read before; the files of this directory are added.
     """
 
     def __init__(

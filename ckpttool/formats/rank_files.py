@@ -178,7 +178,7 @@ def _has_dtensors(storage: Storage, directory: str, name: str) -> bool:
 
 
 def _size(storage: Storage, directory: str, sizes: set[int], names: Sequence[str]) -> int:
-    """Return the number of ranks of a verl checkpoint; older files with another one may lie beside it."""
+    """Return the number of ranks of a verl checkpoint; files of an earlier save on other ranks do not count."""
     path = posixpath.join(directory, "fsdp_config.json")
     if "fsdp_config.json" in names:
         try:
@@ -186,7 +186,9 @@ def _size(storage: Storage, directory: str, sizes: set[int], names: Sequence[str
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LayoutError(path, "is not the configuration of a save of verl", RESTORE) from error
         if recorded not in sizes:
-            raise LayoutError(path, f"names {recorded} ranks, but there are no such files", RESTORE)
+            raise LayoutError(
+                path, f"names {recorded} ranks, but the directory has no files of {recorded} ranks", RESTORE
+            )
         return int(recorded)
     if len(sizes) > 1:
         problem = f"has files of {' and '.join(map(str, sorted(sizes)))} ranks, and no fsdp_config.json"
@@ -271,7 +273,7 @@ class _Reading:
         """Return the parts of each tensor of the model, in the order of the ranks.
 
         Raises:
-            LayoutError: A file contains other tensors than the first, or those of another rank.
+            LayoutError: A file contains other tensors than the first file, or tensors of another rank.
         """
         result: dict[str, list[_Part]] = {}
         for rank, file in files.items():

@@ -68,7 +68,7 @@ class StateDict:
     """Names of the buffers, if the reader knows them; None if floating-point ones may be frozen parameters."""
 
     step: int | None = None
-    """Steps of the run; None for those of the optimizer."""
+    """Steps of the run; None for the steps of the optimizer."""
     scheduler: Any = None
     """State of the scheduler."""
     replicas: tuple[Replica, ...] = ()

@@ -369,7 +369,7 @@ class _PartBody:
         return len(self._data)
 
     def read(self, nbytes: int | None = None) -> bytes:
-        """Return the next bytes, at most ``nbytes``; botocore signs what it reads."""
+        """Return the next bytes, at most ``nbytes``; botocore signs these bytes."""
         end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
         found = bytes(self._data[self._at : end])
         self._at += len(found)
