@@ -27,6 +27,24 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
+FORMATS_OF = {
+    "world_size": ("zero", "ranks"),
+    "stage": ("zero",),
+    "sub_group_size": ("zero",),
+    "round_robin": ("zero",),
+    "expert_parallel": ("zero",),
+    "dtype": ("zero",),
+    "buffers": ("zero", "ranks"),
+    "layout": ("dcp", "ranks"),
+    "mesh": ("ranks",),
+    "device": ("ranks",),
+    "torch": ("ranks",),
+}
+"""Arguments for some formats only."""
+LAYOUTS_OF = {"dcp": ("nested", "flat", "accelerate", "torchtitan"), "ranks": ("verl", "accelerate")}
+"""Layouts of each format that has several."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The output of ``convert``."""
@@ -40,6 +58,9 @@ class _Target:
     dtype: str | None
     buffers: tuple[str, ...] | None = None
     layout: str | None = None
+    mesh: Mapping[str, int] | None = None
+    device: str | None = None
+    torch: str | None = None
 
     def check(self) -> None:
         """Refuse values that no checkpoint allows.
@@ -47,14 +68,19 @@ class _Target:
         Raises:
             ArgumentError: There is one.
         """
-        check_choice("to", self.to, ("zero", "universal", "dcp"))
-        for name in ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers"):
-            if self.to != "zero" and getattr(self, name) is not None:
-                raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')
+        check_choice("to", self.to, ("zero", "universal", "dcp", "ranks"))
+        for name, formats in FORMATS_OF.items():
+            if self.to not in formats and getattr(self, name) is not None:
+                problem = f"is for {' and '.join(formats)}, not for {self.to}"
+                raise ArgumentError(name, problem, f'leave out {name}, or write to="{formats[0]}"', (name, "to"))
         if self.layout is not None:
-            check_choice("layout", self.layout, ("nested", "flat", "accelerate", "torchtitan"))
-            if self.to != "dcp":
-                raise ArgumentError("layout", f"is for dcp, not for {self.to}", 'leave out layout, or write to="dcp"')
+            check_choice("layout", self.layout, LAYOUTS_OF[self.to])
+        elif self.to == "ranks":
+            raise ArgumentError("layout", "is missing", "set it to verl or accelerate")
+        if self.torch is not None:
+            check_choice("torch", self.torch, ("2.6", "2.13"))
+        for size in (self.mesh or {}).values():
+            check_at_least("mesh", size, 1)
         for name in ("world_size", "sub_group_size", "expert_parallel"):
             check_at_least(name, getattr(self, name), 1)
         if self.dtype is not None:
@@ -73,7 +99,7 @@ class ConvertReport:
     written: Written
     """The output."""
     to: str
-    """"zero", "universal" or "dcp"."""
+    """"zero", "universal", "dcp" or "ranks"."""
     tag: str
     """Name of the checkpoint in it."""
     notes: tuple[str, ...]
@@ -84,7 +110,7 @@ def convert(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
     *,
-    to: Literal["zero", "universal", "dcp"],
+    to: Literal["zero", "universal", "dcp", "ranks"],
     tag: str | None = None,
     world_size: int | None = None,
     stage: int | None = None,
@@ -93,7 +119,10 @@ def convert(  # noqa: PLR0913  public API
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
-    layout: Literal["nested", "flat", "accelerate", "torchtitan"] | None = None,
+    layout: Literal["nested", "flat", "accelerate", "torchtitan", "verl"] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    device: str | None = None,
+    torch: Literal["2.6", "2.13"] | None = None,
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
@@ -129,7 +158,14 @@ def convert(  # noqa: PLR0913  public API
             parameters: DCP, or only weights; stage 3 needs the distinction. Empty if there are none.
         layout: For "dcp", the names and the nesting that a loader requires: "nested" (default) and "flat" as
             ``get_state_dict`` has them, under ``model`` and ``optim``; "accelerate" for Accelerate's and the Trainer's
-            FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler.
+            FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler. For "ranks": "verl" or
+            "accelerate".
+        mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``: the last dimension
+            shards, the others replicate. Default: one dimension, with the source's name, otherwise "fsdp" for verl
+            and no name for Accelerate.
+        device: For "ranks", the type of the run's devices; default: the source's, otherwise "cuda".
+        torch: For "ranks", the run's torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the source's,
+            otherwise "2.13". The files load in no other release.
         prove: Digest the source and the output, and commit only if they are equal.
         check: As for ``consolidate``.
         dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
@@ -173,6 +209,9 @@ def convert(  # noqa: PLR0913  public API
         dtype,
         None if buffers is None else tuple(buffers),
         layout,
+        mesh,
+        device,
+        torch,
     )
     return _convert(src, checked_path("out", out), target, options)
 
@@ -242,13 +281,29 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         plan, last = plan_universal(checkpoint, tag=tag, consistency=sample_checks(checkpoint)), "latest_universal"
         losses = list(universal_losses(checkpoint))
     else:
-        from ckpttool.targets.dcp import plan_dcp
-
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
-        plan = plan_dcp(checkpoint, layout=target.layout or "nested", consistency=sample_checks(checkpoint))
+        plan = _plan_for_torch(checkpoint, target, losses)
         return plan, plan.files[-1].name, losses
     companions, left_behind = sidecars_for(checkpoint, target.world_size)
     companions += rank_state_sidecars(checkpoint, tag)
     return with_sidecars(plan, companions, None), last, [*losses, *left_behind]
+
+
+def _plan_for_torch(checkpoint: Checkpoint, target: _Target, notes: list[str]) -> CopyPlan:
+    """Plan a checkpoint for FSDP2; add to the notes which runs load it."""
+    if target.to == "dcp":
+        from ckpttool.targets.dcp import plan_dcp
+
+        return plan_dcp(checkpoint, layout=target.layout or "nested", consistency=sample_checks(checkpoint))
+    from ckpttool.targets.rank_files import mesh_for, plan_rank_files
+
+    layout = target.layout or ""
+    mesh = mesh_for(
+        checkpoint, layout, world_size=target.world_size, mesh=target.mesh, device=target.device, torch=target.torch
+    )
+    releases = "2.13 and later" if mesh.torch == "2.13" else "2.6 to 2.9"
+    names = "" if mesh.names else ", whose dimensions have no names"
+    notes.append(f"these files load on a mesh of {mesh}{names}, on {mesh.device}, in torch {releases}")
+    return plan_rank_files(checkpoint, layout, mesh, consistency=sample_checks(checkpoint))

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import FrameType
 
+USAGE = 2
+"""Exit code of wrong usage, as click has it."""
 FAILED = 3
 """Exit code of a failure: 1 means that ``diff`` found a difference, or ``verify`` damage."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as in shells."""
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
-FLAGS = {"storage_options": "storage_option"}
+FLAGS = {"storage_options": "storage_option", "buffers": "buffer"}
 """Options whose name differs from the parameter's."""
 POSITIONAL = frozenset({"src", "out", "root"})
 """Parameters without a flag: the usage line shows them in capitals."""
@@ -90,9 +92,9 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
             import traceback
 
             click.echo(hide_secrets(traceback.format_exc()), err=True, nl=False)
-            return FAILED
-        click.echo(f"Error: {with_flags(error)}", err=True)
-        return FAILED
+        else:
+            click.echo(f"Error: {with_flags(error)}", err=True)
+        return USAGE if isinstance(error, ArgumentError) else FAILED
     except (click.Abort, KeyboardInterrupt):
         click.echo("Error: interrupted; nothing was left half-written", err=True)
         return INTERRUPTED

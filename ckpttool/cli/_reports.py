@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, ParamGroup, State
 
 
-WHO_LOADS = {"zero": "load_checkpoint", "universal": "load_universal", "dcp": "torch.distributed.checkpoint"}
+WHO_LOADS = {
+    "zero": "load_checkpoint",
+    "universal": "load_universal",
+    "dcp": "torch.distributed.checkpoint",
+    "ranks": "the ranks of FSDP2",
+}
 """Name of each target's loader."""
 WIDE = 140
 """Columns of a terminal that has room for a small histogram in each row of statistics."""

@@ -68,8 +68,14 @@ def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
         print_consolidate_report(report)
 
 
-FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers")
-"""Options of ``--to zero``."""
+def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | None:
+    """Parse the sizes of named dimensions."""
+    if value is None:
+        return None
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(name and size.isdecimal() and int(size) for name, _, size in pairs):
+        raise click.BadParameter("write sizes by name, such as ddp=2,fsdp=4")
+    return {name: int(size) for name, _, size in pairs}
 
 
 @click.command(cls=options.Command, short_help="Write a checkpoint for another number of ranks, stage or loader.")
@@ -77,13 +83,15 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 @options.out_argument
 @click.option(
     "--to",
-    type=click.Choice(["zero", "universal", "dcp"]),
+    type=click.Choice(["zero", "universal", "dcp", "ranks"]),
     required=True,
-    help="Output format.",
+    help="Output format: of DeepSpeed, of torch.distributed.checkpoint, or a file for each rank of FSDP2.",
 )
 @options.tag_option
 @click.option(
-    "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks of the run that will load it (for zero)."
+    "--world-size",
+    type=click.IntRange(1, 1 << 20),
+    help="Data-parallel ranks of the run that will load it (for zero and ranks).",
 )
 @click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage of that run.  [default: the source's]")
 @click.option(
@@ -114,8 +122,21 @@ FOR_ZERO = ("world_size", "stage", "sub_group_size", "round_robin", "expert_para
 )
 @click.option(
     "--layout",
-    type=click.Choice(["nested", "flat", "accelerate", "torchtitan"]),
-    help="Names and nesting of a DCP output, as the loader asks for them.  [default: nested]",
+    type=click.Choice(["nested", "flat", "accelerate", "torchtitan", "verl"]),
+    help="Layout of the loader: nested, flat, accelerate or torchtitan for dcp; verl or accelerate for ranks.  "
+    "[default: nested]",
+)
+@click.option(
+    "--mesh",
+    metavar="NAME=N,...",
+    callback=_mesh,
+    help="Device mesh of that run, for ranks; its last dimension shards.  [default: fsdp=WORLD_SIZE]",
+)
+@click.option("--device", metavar="TYPE", help="Device type of that run, for ranks.  [default: the source's, or cuda]")
+@click.option(
+    "--torch",
+    type=click.Choice(["2.6", "2.13"]),
+    help="torch of that run, for ranks: 2.6 to 2.9, or 2.13 and later.  [default: the source's, or 2.13]",
 )
 @options.dry_run_option
 @options.prove_option
@@ -129,7 +150,8 @@ def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
-    load_universal reads it), or for torch.distributed.checkpoint (dcp). OUT appears complete or not at all.
+    load_universal reads it), or for FSDP2: torch.distributed.checkpoint (dcp: any number of ranks loads it), or a file
+    for each rank (ranks). OUT appears complete or not at all.
     """
     import ckpttool
     from ckpttool.cli._output import print_json, progress_bar
@@ -153,9 +175,6 @@ def _check_convert(given: dict[str, Any]) -> None:
     """
     if given["to"] == "zero" and given["world_size"] is None:
         raise click.UsageError("--to zero needs --world-size")
-    for name in FOR_ZERO:
-        if given["to"] != "zero" and given[name] is not None:
-            raise click.UsageError(f"--{name.replace('_', '-')} is only for --to zero")
     if given["prove"] and given["dry_run"]:
         raise click.UsageError("--prove needs the output that --dry-run does not write")
 

@@ -14,6 +14,7 @@ from ckpttool.containers.values import Opaque, TensorRef, TorchDType
 from ckpttool.dtypes import BY_TORCH_NAME
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import WHOLE, shape_of
+from ckpttool.model import DeviceMesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,12 +36,10 @@ class Placement(NamedTuple):
 class Mesh(NamedTuple):
     """The ranks that share a tensor, as an array."""
 
-    shape: tuple[int, ...]
+    of: DeviceMesh
     """Its dimensions."""
     ranks: tuple[int, ...]
     """Global ranks in C order."""
-    names: tuple[str, ...]
-    """Names of the dimensions; empty if they have none."""
     coordinate: tuple[int, ...]
     """Position of the rank that wrote the file."""
 
@@ -52,9 +51,10 @@ class Mesh(NamedTuple):
             index = index * size + position
         return self.ranks[index]
 
-    def __str__(self) -> str:
-        sizes = map(str, self.shape)
-        return " x ".join(map(" ".join, zip(self.names, sizes, strict=True)) if self.names else sizes)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.of.shape
 
 
 class DTensor(NamedTuple):
@@ -182,8 +182,11 @@ def _mesh(path: str, name: str, state: dict[str, Any], numbers: Callable[[Tensor
     if not isinstance(table, TensorRef) or not isinstance(coordinate, list | tuple) or not isinstance(names, tuple):
         raise _unknown(path, name)
     ranks = numbers(table)
+    device = state.get("device_type", state.get("_device_type"))
+    if not isinstance(device, str):
+        raise _unknown(path, name)
     if "mesh" in state:
-        mesh = Mesh(table.shape, tuple(ranks), names, tuple(coordinate))
+        mesh = Mesh(DeviceMesh(names, table.shape, device, "2.6"), tuple(ranks), tuple(coordinate))
     else:
         axes = _axes(state.get("_layout"))
         own = state.get("_rank")
@@ -195,8 +198,9 @@ def _mesh(path: str, name: str, state: dict[str, Any], numbers: Callable[[Tensor
         places = [base + sum(index) for index in itertools.product(*axes)]
         if any(not 0 <= place < len(ranks) for place in places):
             raise _unknown(path, name)
-        mesh = Mesh(tuple(map(len, axes)), tuple(ranks[p] for p in places), names, tuple(coordinate))
-    if len(mesh.coordinate) != len(mesh.shape) or len(mesh.names) not in {0, len(mesh.shape)}:
+        dimensions = DeviceMesh(names, tuple(map(len, axes)), device, "2.13")
+        mesh = Mesh(dimensions, tuple(ranks[p] for p in places), tuple(coordinate))
+    if len(mesh.coordinate) != len(mesh.shape) or len(names) not in {0, len(mesh.shape)}:
         raise _unknown(path, name)
     inside = all(c in range(n) for c, n in zip(mesh.coordinate, mesh.shape, strict=True))
     if not inside or len(set(mesh.ranks)) != math.prod(mesh.shape):

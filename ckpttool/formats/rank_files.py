@@ -137,12 +137,13 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         run = {rank: reading.open(name, "run state", rank) for rank, name in sorted(found.run.items())}
         largest = max(meshes, key=lambda mesh: len(mesh.ranks))
         tensor_parallel = math.prod(
-            n for n, of in zip(largest.shape, largest.names or [""] * 9, strict=False) if of == "tp"
+            n for n, of in zip(largest.shape, largest.of.names or [""] * 9, strict=False) if of == "tp"
         )
         result.step = recorded_step(storage, directory)
         result.scheduler = _scheduler(run)
+        result.mesh = largest.of
         result.replicas = tuple(reading.replicas)
-        result.remarks = (f"mesh: {'; '.join(sorted({str(mesh) for mesh in meshes}))}", *reading.remarks)
+        result.remarks = (f"mesh: {'; '.join(sorted({str(mesh.of) for mesh in meshes}))}", *reading.remarks)
         topology = Topology(data_parallel=ranks // tensor_parallel, tensor_parallel=tensor_parallel)
         first = posixpath.join(directory, next(iter(found.model.values())))
         return result.to_checkpoint(storage, location, "rank files", first, topology, tuple(reading.files))
@@ -305,7 +306,7 @@ class _Reading:
         if found.mesh.rank != rank:
             problem = f"holds the part of rank {found.mesh.rank}: it was renamed, copied or swapped"
             raise LayoutError(file.torch.path, problem, RESTORE)
-        if not any(mesh[:3] == found.mesh[:3] for mesh in self.meshes):
+        if not any(mesh[:2] == found.mesh[:2] for mesh in self.meshes):
             self.meshes.add(found.mesh)
         block = found.block()
         if block is None or block[1] != found.local.shape:
@@ -368,7 +369,7 @@ class _Reading:
                 return
             listed = [
                 {
-                    key: [names[p] for p in value] if key == "params" else self._option(file, value)
+                    key: [names[p] for p in value if p in names] if key == "params" else self._option(file, value)
                     for key, value in group.items()
                     if key != "param_names"
                 }
@@ -425,7 +426,9 @@ class _Reading:
         shapes = [tensors[n][0].value.shape for n in candidates]
         wanted = [_moment_shape(state.get(key)) for key in keys]
         chosen = _only_assignment(wanted, shapes)
-        return None if chosen is None else {key: candidates[i] for key, i in zip(keys, chosen, strict=True)}
+        if chosen is None:
+            return None
+        return {key: candidates[i] for key, i in zip(keys, chosen, strict=True) if i is not None}
 
 
 def _moment_shape(states: object) -> tuple[int, ...] | None:
@@ -434,10 +437,17 @@ def _moment_shape(states: object) -> tuple[int, ...] | None:
     return next((shape for shape in shapes if shape is not None), None)
 
 
-def _only_assignment(wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
-    """Return the only increasing choice of parameters with the wanted shapes; None if there is none, or several.
+def _only_assignment(
+    wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]
+) -> list[int | None] | None:
+    """Return the only increasing choice of parameters with the wanted shapes.
 
-    With as many parameters as wanted there is one choice at most.
+    Args:
+        wanted: Shapes; None for any.
+        shapes: Shapes of the parameters.
+
+    Returns:
+        None if there is no choice, or several that differ in a wanted shape; an item is None if they differ there.
     """
     fits = [[want is None or want == shape for shape in shapes] for want in wanted]
     earliest, at = [], 0
@@ -448,7 +458,10 @@ def _only_assignment(wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[
     for row in reversed(fits):
         at = next((i for i in range(at, -1, -1) if row[i]), -1) - 1
         latest.append(at + 1)
-    return earliest if earliest == latest[::-1] and (not earliest or earliest[-1] < len(shapes)) else None
+    chosen = [a if a == b else None for a, b in zip(earliest, latest[::-1], strict=True)]
+    possible = not earliest or earliest[-1] < len(shapes)
+    unclear = any(want is not None and i is None for want, i in zip(wanted, chosen, strict=True))
+    return chosen if possible and not unclear else None
 
 
 def _optimizer_of(file: _RankFile) -> tuple[dict[Any, Any], list[dict[str, Any]]]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ckpttool.formats.locate import Location
-    from ckpttool.model import CheckpointFile, Replica, Topology
+    from ckpttool.model import CheckpointFile, DeviceMesh, Replica, Topology
     from ckpttool.storage import Storage
 
 STEP = "step"
@@ -71,6 +71,8 @@ class StateDict:
     """Steps of the run; None for the steps of the optimizer."""
     scheduler: Any = None
     """State of the scheduler."""
+    mesh: DeviceMesh | None = None
+    """The mesh of DTensors."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored several times."""
     remarks: tuple[str, ...] = ()
@@ -109,7 +111,7 @@ class StateDict:
             states = {aliases.get(name, name): own for name, own in states.items()}
             listed = listed | _group_by_hyperparameters(path, options, states, weights)
         updated = {*states, *self.numbers}
-        groups, group_of, differing = _groups(listed, trainable, self.numbers, updated)
+        groups, group_of, differing = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
         parameters = []
         for name, weight in trainable.items():
             # The optimizer has states only for the parameters that it updates.
@@ -144,6 +146,7 @@ class StateDict:
             files=files,
             replicas=self.replicas,
             remarks=self.remarks,
+            mesh=self.mesh,
         )
 
     def _without_ties(self) -> tuple[dict[str, State], dict[str, str]]:
@@ -188,6 +191,8 @@ def _groups(
     weights: Mapping[str, State],
     numbers: Mapping[str, Mapping[str, ScalarState]],
     updated: Collection[str],
+    *,
+    ordered: bool,
 ) -> tuple[list[ParamGroup], dict[str, int], list[str]]:
     """Return the parameter groups, the group of each parameter, and the scalar states that differ within a group.
 
@@ -198,6 +203,7 @@ def _groups(
         weights: The parameters.
         numbers: Scalar states of each parameter.
         updated: Parameters with states.
+        ordered: Whether the names are in the optimizer's order.
     """
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
@@ -211,7 +217,7 @@ def _groups(
             return [], {}, []
         # An optimizer may list parameters that it has never updated: they are frozen.
         trained = [name for name in names if name in updated] or names
-        frozen = tuple(name for name in names if name not in trained) if len(trained) < len(names) else ()
+        all_names = tuple(names) if len(trained) < len(names) else ()
         scalars: dict[str, ScalarState] = {}
         for name in trained:
             group_of[name] = len(groups)
@@ -219,7 +225,7 @@ def _groups(
             for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
                 if scalars.setdefault(key, states[key]) != states[key]:
                     differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
-        groups.append(ParamGroup(tuple(trained), options, scalars, frozen))
+        groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered))
     return groups, group_of, list(differing)
 
 

@@ -248,8 +248,29 @@ class ParamGroup:
     """
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole group."""
-    frozen: tuple[str, ...] = ()
-    """Further parameters that the optimizer lists and has never updated; ``Parameter.group`` of these is None."""
+    listed: tuple[str, ...] = ()
+    """All parameters of the optimizer's list, never updated ones included, whose ``Parameter.group`` is None; empty if
+    there are no others."""
+    ordered: bool = True
+    """Whether the names are in the optimizer's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMesh:
+    """The ranks that DTensors are distributed over."""
+
+    names: tuple[str, ...]
+    """Names of its dimensions; empty if they have none."""
+    shape: tuple[int, ...]
+    """Sizes of its dimensions."""
+    device: str
+    """Type of the devices, such as "cuda"."""
+    torch: str
+    """The oldest torch release that pickles a mesh in the same form: "2.6", or "2.13"."""
+
+    def __str__(self) -> str:
+        sizes = map(str, self.shape)
+        return " x ".join(map(" ".join, zip(self.names, sizes, strict=True)) if self.names else sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +399,8 @@ class Checkpoint:
     """Whether trained parameters have masters and nothing records the type that the module computes in."""
     tells_buffers: bool = True
     """Whether the files distinguish buffers from frozen parameters."""
+    mesh: DeviceMesh | None = None
+    """The mesh of DTensors; None for other formats."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)

@@ -25,8 +25,7 @@ from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.targets.torch import TorchFileBuilder, plain_file, without_tensors
-from ckpttool.targets.universal import scalar_bytes
+from ckpttool.targets.torch import TorchFileBuilder, group_options, plain_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -41,18 +40,6 @@ ALIGNMENT = 64
 
 _ARCHIVE = "archive"
 _METADATA = "torch.distributed.checkpoint.metadata"
-_ADAM = frozenset({"exp_avg", "exp_avg_sq"})
-_ADAM_OPTIONS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
-"""Group keys of torch's AdamW that DeepSpeed's Adam lacks; without them ``dcp.load`` reports missing keys."""
-
 Path = tuple[str | int, ...]
 """Keys of a value in the nested state dict."""
 
@@ -198,11 +185,8 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: Layout) -> Ite
         for entry in _states(checkpoint, builder, parameter, names):
             yield "optimizer", parameter.name, entry
     for g, group in enumerate(checkpoint.groups):
-        options = without_tensors(dict(group.hyperparameters))
-        known = {key for p in checkpoint.parameters if p.group == g for key in p.states}
-        if known >= _ADAM and "betas" in options:
-            options = {**_ADAM_OPTIONS, **options}
-        listed = [*group.parameters, *group.frozen]
+        options = group_options(checkpoint, g)
+        listed = list(group.listed or group.parameters)
         if not names.flat:
             options["params"] = listed
         for name in listed if names.flat else ("",):
@@ -244,7 +228,7 @@ def _scalar_entry(
 ) -> _TensorEntry:
     """Return the entry of a scalar tensor."""
     file = TorchFileBuilder(_ARCHIVE, builder)
-    return _TensorEntry(path, file.build(file.scalar(scalar_bytes(value, dtype), dtype, shape)), dtype, shape)
+    return _TensorEntry(path, file.build(file.number(value, dtype, shape)), dtype, shape)
 
 
 def _object(builder: CopyBuilder, path: Path, value: Any) -> _TensorEntry:

@@ -23,7 +23,7 @@ from ckpttool.targets.weights import Weight, WeightSelection, index_file, shard_
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, ScalarState, State
     from ckpttool.plan import ConsistencyChecks
 
 
@@ -137,20 +137,28 @@ class TorchFileBuilder:
         self._storages[key] = ref, list(pieces)
         return ref
 
-    def scalar(self, data: bytes, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
-        """Add a tensor of one value, 0-dim unless ``shape`` is (1,)."""
-        storage = self.storage(dtype, 1, [])
+    def constant(self, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorRef:
+        """Add a tensor of the elements in ``data``, little-endian and in C order."""
+        storage = self.storage(dtype, math.prod(shape), [])
         self._values[storage.key] = data
         return view(storage, dtype, 0, shape)
+
+    def number(self, value: float | int | bool, dtype: str, shape: tuple[int, ...] = ()) -> TensorRef:
+        """Add a tensor of one number, 0-dim unless ``shape`` is (1,)."""
+        import numpy as np
+
+        from ckpttool.dtypes import numpy_dtype
+
+        return self.constant(np.array(value).astype(numpy_dtype(dtype)).tobytes(), dtype, shape)
+
+    def scalar(self, scalar: ScalarState) -> TensorRef | float | int | bool:
+        """Return a scalar in its saved form: a tensor, as in torch's optimizers, or a plain number."""
+        return scalar.value if scalar.dtype is None else self.number(scalar.value, scalar.dtype, scalar.shape)
 
     def hyperparameters(self, value: Any) -> Any:
         """Return hyperparameters in their saved form: TensorFloat and TensorInteger become 0-dim tensors."""
         if isinstance(value, TensorFloat | TensorInteger):
-            import numpy as np
-
-            from ckpttool.dtypes import numpy_dtype
-
-            return self.scalar(np.array(value).astype(numpy_dtype(value.dtype)).tobytes(), value.dtype)
+            return self.number(value, value.dtype)
         if type(value) is dict:
             return {key: self.hyperparameters(v) for key, v in value.items()}
         if type(value) in {list, tuple} and any(
@@ -183,6 +191,27 @@ class TorchFileBuilder:
                 zeros.append((start + filled, ref.nbytes - filled))
         copies, gathers = self._copies.copies(placed)
         return TargetFile(self.name, built.nbytes, merge_literals(literals), copies, gathers, tuple(zeros))
+
+
+def group_options(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
+    """Return the hyper-parameters of a group by the keys of torch's optimizers, without tensors.
+
+    DeepSpeed's Adam lacks some keys of torch's AdamW; without them ``dcp.load`` reports missing keys.
+    """
+    options = without_tensors(dict(checkpoint.groups[number].hyperparameters))
+    known = {key for p in checkpoint.parameters if p.group == number for key in p.states}
+    return {**_ADAMW, **options} if known >= {"exp_avg", "exp_avg_sq"} and "betas" in options else options
+
+
+_ADAMW = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
 
 
 def view(storage: StorageRef, dtype: str, offset: int, shape: tuple[int, ...]) -> TensorRef:

@@ -13,7 +13,6 @@ module).
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
 from ckpttool.messages import brief
-from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, ScalarState, State
+from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, State
 from ckpttool.model.places import Contiguous
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
@@ -341,7 +340,7 @@ def _parameter_files(
             continue
         if step is not None:
             file = TorchFileBuilder(f"{folder}/{STEP}.pt", builder)
-            yield file.build(_saved_scalar(file, step))
+            yield file.build(file.scalar(step))
 
 
 def _state_file(
@@ -398,24 +397,6 @@ def _expert(parameter: Parameter) -> dict[str, Any]:
     return {"is_expert_param": True, "ep_num_experts": parameter.shape[0]}
 
 
-def _saved_scalar(file: TorchFileBuilder, scalar: ScalarState) -> Any:
-    """Return a scalar in its saved form: a tensor, as in torch's optimizers, or a plain number."""
-    if scalar.dtype is None:
-        return scalar.value
-    return file.scalar(scalar_bytes(scalar.value, scalar.dtype), scalar.dtype, scalar.shape)
-
-
-def scalar_bytes(value: float | int | bool, dtype: str) -> bytes:
-    """Return the bytes of one element of a dtype."""
-    import numpy as np
-
-    from ckpttool.dtypes import numpy_dtype
-
-    if dtype == "F32":
-        return struct.pack("<f", value)
-    return np.array([value], dtype=numpy_dtype(dtype)).tobytes()
-
-
 # ------------------------------------------------------------------------------------------------- shared files
 
 
@@ -427,7 +408,7 @@ def _optimizer_file(checkpoint: Checkpoint, builder: CopyBuilder, name: str) -> 
         for g, group in enumerate(checkpoint.groups)
     ]
     state = {
-        g: {STEP: _saved_scalar(file, group.scalars[STEP])}
+        g: {STEP: file.scalar(group.scalars[STEP])}
         for g, group in enumerate(checkpoint.groups)
         if STEP in group.scalars
     }

@@ -73,13 +73,26 @@ def advance(net: Any, optimizer: Any, step: int) -> None:
 
 
 def live(net: Any, optimizer: Any) -> dict[str, Any]:
-    """Return ``model/NAME`` and ``STATE/NAME`` as whole tensors, on every rank."""
+    """Return ``model/NAME`` and ``STATE/NAME`` as whole tensors, on every rank.
+
+    The groups of a mesh have names that no file can contain, so that the states take the mesh of their parameter.
+    """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.tensor import DTensor
 
+    def of(parameter: Any, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        mesh, placements = parameter.device_mesh, parameter.placements
+        assert (value.placements, value.device_mesh) == (placements, mesh)
+        local = value.to_local()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+
     names = {id(p): name for name, p in net.named_parameters()}
     values = {f"model/{name}": value for name, value in get_model_state_dict(net).items()}
-    values |= {f"{key}/{names[id(p)]}": value for p, own in optimizer.state.items() for key, value in own.items()}
+    values |= {
+        f"{key}/{names[id(p)]}": of(p, value) for p, own in optimizer.state.items() for key, value in own.items()
+    }
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).contiguous().clone() for k, v in values.items()}
 
 
@@ -200,11 +213,28 @@ def _load_accelerate(net: Any, optimizer: Any, path: str, *, use_dcp: bool = Tru
     load_fsdp_optimizer(plugin, accelerator, optimizer, net, path, use_dcp=use_dcp)
 
 
+def _load_verl(net: Any, optimizer: Any, path: str) -> None:
+    """Load by the calls of verl 0.9, FSDPCheckpointManager.load_checkpoint."""
+    import torch
+    import torch.distributed as dist
+
+    suffix = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    model, states, extra = (
+        torch.load(f"{path}/{kind}_{suffix}", weights_only=False) for kind in ("model", "optim", "extra_state")
+    )
+    net.load_state_dict(model)
+    optimizer.load_state_dict(states)
+    if extra["lr_scheduler"] is not None:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(extra["lr_scheduler"])
+
+
 LOADERS: dict[str, Callable[[Any, Any, str], None]] = {
     "nested": _load_dcp,
     "flat": functools.partial(_load_dcp, flat=True),
     "torchtitan": functools.partial(_load_dcp, flat=True, titan=True),
     "accelerate": _load_accelerate,
+    "files of accelerate": functools.partial(_load_accelerate, use_dcp=False),
+    "verl": _load_verl,
 }
 
 

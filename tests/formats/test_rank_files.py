@@ -104,6 +104,35 @@ def test_the_loaders_of_frameworks_resume_on_any_number_of_ranks(
     assert (tmp_path / "done").read_text() == "loaded"
 
 
+@pytest.mark.parametrize("mesh", ["fsdp-1", "fsdp-2", "fsdp-3", "fsdp-4", "hsdp-4"])
+@pytest.mark.parametrize(
+    ("job", "source"), [("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "trainer"), ("hsdp-4-bfloat16", "torchtitan")]
+)
+def test_files_for_the_ranks_of_another_mesh_resume(
+    job: str, source: str, mesh: str, runs: Path, tmp_path: Path
+) -> None:
+    src = runs / job / SOURCES[source]
+    kind, ranks = mesh.split("-")
+    options: dict[str, Any] = {"mesh": {"ddp": 2, "fsdp": 2} if kind == "hsdp" else {"fsdp": int(ranks)}}
+    if not ckpttool.inspect(src).tells_buffers:
+        options["buffers"] = ["positions"]
+    ckpttool.convert(src, tmp_path / "dcp", to="dcp", layout="accelerate")
+    sources = [("accelerate", str(tmp_path / "dcp"))]
+    for layout, loader in (("verl", "verl"), ("accelerate", "files of accelerate")):
+        out = tmp_path / layout
+        if layout == "verl" and source == "torchtitan":  # a flattened optimizer has no order
+            with pytest.raises(CkptError, match="does not record the order of the optimizer's parameters"):
+                ckpttool.convert(src, out, to="ranks", layout=layout, device="cpu", **options)  # type: ignore[arg-type]
+            continue
+        ckpttool.convert(src, out, to="ranks", layout=layout, device="cpu", prove=True, **options)  # type: ignore[arg-type]
+        assert ckpttool.verify(out, deep=True).findings == ()
+        sources.append((loader, str(out)))
+    loading = {"id": "done", "mesh": kind, "world_size": int(ranks), "dtype": job.rpartition("-")[2]}
+    loading |= {"sources": sources, "truth": str(runs / job / "truth.safetensors")}
+    each_on_ranks(fsdp_runs.resume, [loading], tmp_path, imports=["torch.distributed.checkpoint", "accelerate"])
+    assert (tmp_path / "done").read_text() == "loaded"
+
+
 # ------------------------------------------------------------------------------------------------- no shard can lie
 
 

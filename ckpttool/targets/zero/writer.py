@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
-from ckpttool.dtypes import itemsize, numpy_dtype
+from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER
 from ckpttool.plan import CopyPlan
@@ -26,7 +24,7 @@ from ckpttool.targets.zero.layout import TargetGroups, piece
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ckpttool.model import Checkpoint, Parameter, ScalarState
+    from ckpttool.model import Checkpoint, Parameter
     from ckpttool.plan import TargetFile
     from ckpttool.targets.zero.experts import LocalParameter, Share
     from ckpttool.targets.zero.layout import Fragment, Shape
@@ -291,7 +289,7 @@ class OptimizerFiles:
         mappings = []
         for g, (group, flat) in enumerate(zip(self._groups.source_groups, self._groups.flat, strict=True)):
             names, (share, part) = self._groups.names[g], places[g]
-            values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+            values: dict[str, Any] = {k: file.scalar(s) for k, s in group.scalars.items()}
             for key in self._groups.keys[g]:
                 if group.hyperparameters.get("use_muon") and key == MUON:
                     values[key] = self._whole(file, key, fragments[g], share)
@@ -357,7 +355,7 @@ class OptimizerFiles:
             for sub, own_fragments in zip(self._groups.subs[g], fragments[g], strict=True):
                 number = len(masters)
                 numbers.append(number)
-                values: dict[str, Any] = {k: _scalar(file, s) for k, s in group.scalars.items()}
+                values: dict[str, Any] = {k: file.scalar(s) for k, s in group.scalars.items()}
                 for key in self._groups.keys[g]:
                     values[key] = self._partition(
                         file, key, self._groups.dtype(names, key), own_fragments, sub.partition, share
@@ -413,12 +411,6 @@ class OptimizerFiles:
                 pieces.append(Placement(state, dtype, numel * itemsize(dtype), local.first, local.numel))
             numel += local.numel
         return view(file.storage(dtype, numel, pieces), dtype, 0, (numel,))
-
-
-def _scalar(file: TorchFileBuilder, scalar: ScalarState) -> object:
-    if scalar.dtype is None:
-        return scalar.value
-    return file.scalar(np.array(scalar.value).astype(numpy_dtype(scalar.dtype)).tobytes(), scalar.dtype, scalar.shape)
 
 
 def _address(fragment: Fragment) -> Opaque:
