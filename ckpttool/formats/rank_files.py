@@ -134,6 +134,8 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         optimizer = {rank: reading.open(name, "optimizer", rank) for rank, name in sorted(found.optimizer.items())}
         if optimizer:
             reading.add_optimizer(result, optimizer, tensors)
+            trained = {name for group in result.groups.values() for name in group.get("params", ())}
+            result.buffers = (result.buffers or frozenset()) - trained  # a 0-dim parameter is not sharded
         run = {rank: reading.open(name, "run state", rank) for rank, name in sorted(found.run.items())}
         largest = max(meshes, key=lambda mesh: len(mesh.ranks))
         tensor_parallel = math.prod(
@@ -422,19 +424,20 @@ class _Reading:
         if len(groups) != 1:
             return None
         ties = _ties(tensors)
-        candidates = [n for n, parts in tensors.items() if n not in ties and not _is_plain(parts)]
-        shapes = [tensors[n][0].value.shape for n in candidates]
         wanted = [_moment_shape(state.get(key)) for key in keys]
-        chosen = _only_assignment(wanted, shapes)
-        if chosen is None:
-            return None
-        return {key: candidates[i] for key, i in zip(keys, chosen, strict=True) if i is not None}
+        sharded = [n for n, parts in tensors.items() if n not in ties and not _is_plain(parts)]
+        for candidates in (sharded, [n for n in tensors if n not in ties]):
+            chosen = _only_assignment(wanted, [tensors[n][0].value.shape for n in candidates])
+            if chosen is not None:
+                return {key: candidates[i] for key, i in zip(keys, chosen, strict=True) if i is not None}
+        return None
 
 
 def _moment_shape(states: object) -> tuple[int, ...] | None:
     """Return the shape of a parameter by its optimizer states; None without any."""
-    shapes = (shape_of_dtensor(value) for value in (states.values() if isinstance(states, dict) else ()))
-    return next((shape for shape in shapes if shape is not None), None)
+    found = [value for key, value in states.items() if key != STEP] if isinstance(states, dict) else []
+    shapes = [value.shape if isinstance(value, TensorRef) else shape_of_dtensor(value) for value in found]
+    return max((shape for shape in shapes if shape is not None), key=len, default=None)
 
 
 def _only_assignment(

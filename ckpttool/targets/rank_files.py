@@ -150,6 +150,8 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
             ]  # DeepSpeed lists no frozen parameters; verl's optimizer does
         keys.update({name: len(keys) + n if numbered else name for n, name in enumerate(listed)})
         options = file.torch.hyperparameters(group_options(checkpoint, number))
+        if numbered and len(checkpoint.groups) > 1:
+            options["param_names"] = listed  # torch's own key; without it, numbers of several groups have no names
         groups.append({**options, "params": [keys[name] for name in listed]})
     state: dict[Any, dict[str, Any]] = {}
     for parameter in checkpoint.parameters:

@@ -56,10 +56,36 @@ def start(job: dict[str, Any]) -> tuple[Any, Any, Any]:
         whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
         mesh = whole["dp"]
         parallelize_module(net, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for module in (net.up, net.down, net):
-        fully_shard(module, mesh=mesh)
+    if job.get("by_hand"):  # FSDP2 of torch 2.6 does not train on the CPU; its DTensors are the same
+        _shard(net, mesh)
+    else:
+        for module in (net.up, net.down, net):
+            fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(net.parameters() if job.get("all", True) else _trained(net), lr=0.01)
     return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def _shard(net: Any, mesh: Any) -> None:
+    """Replace each parameter by a DTensor, and have each gradient drawn at random."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    owners = [
+        (module, key) for module in net.modules() for key in module._parameters if module._parameters[key] is not None
+    ]
+    new: dict[int, Any] = {}
+    for module, key in owners:
+        old = module._parameters[key]
+        part = distribute_tensor(old.data, mesh, placements)
+        module._parameters[key] = new.setdefault(id(old), torch.nn.Parameter(part, requires_grad=old.requires_grad))
+
+    def forward(tokens: Any) -> Any:
+        for p in _trained(net):
+            p.grad = distribute_tensor(torch.randn(p.shape).to(p.dtype), mesh, placements)
+        return torch.zeros((), requires_grad=True)
+
+    net.forward = forward
 
 
 def advance(net: Any, optimizer: Any, step: int) -> None:
@@ -105,7 +131,6 @@ def train(job: dict[str, Any], directory: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -141,7 +166,10 @@ def train(job: dict[str, Any], directory: Path) -> None:
     dcp.save({"optimizer": states}, checkpoint_id=str(pair / "optimizer_0"))
     dcp.save({**model, "optimizer": flat}, checkpoint_id=str(root / "titan/step-3"))
     untied = {name: value for name, value in model.items() if name != "head.weight"}  # safetensors refuses ties
-    dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(root / "shards"), save_distributed=True))
+    if not job.get("by_hand"):
+        from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+        dcp.save(untied, storage_writer=HuggingFaceStorageWriter(str(root / "shards"), save_distributed=True))
 
     truth = live(net, optimizer)
     if rank == 0:
