@@ -450,7 +450,7 @@ def _only_assignment(
         shapes: Shapes of the parameters.
 
     Returns:
-        None if there is no choice, or several that differ in a wanted shape; an item is None if they differ there.
+        None without a choice, or if several differ in a wanted shape; an item is None if they differ there.
     """
     fits = [[want is None or want == shape for shape in shapes] for want in wanted]
     earliest, at = [], 0

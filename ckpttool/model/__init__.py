@@ -249,8 +249,8 @@ class ParamGroup:
     scalars: Mapping[str, ScalarState]
     """States that are one number for the whole group."""
     listed: tuple[str, ...] = ()
-    """All parameters of the optimizer's list, never updated ones included, whose ``Parameter.group`` is None; empty if
-    there are no others."""
+    """All parameters of the optimizer's list, if some were never updated, whose ``Parameter.group`` is None; otherwise
+    empty."""
     ordered: bool = True
     """Whether the names are in the optimizer's order."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ckpttool
 from ckpttool import storage
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.storage.base import WHOLE
 from tests.cli.command import ckpttool as run
 from tests.cli.command import staging_of
@@ -84,6 +85,30 @@ def test_a_consolidation_is_resumed_at_its_files(tmp_path: Path) -> None:
     assert 0 < len(rest.matched) < len(writes.matched)
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+
+
+@pytest.mark.parametrize("nth", range(1, 8))
+def test_the_sources_of_completed_files_are_checked_by_the_run_that_resumes(nth: int, tmp_path: Path) -> None:
+    """A record is checked when all of it was read, which the interrupted run may not have done."""
+    shutil.copytree(SRC, tmp_path / "src")
+    checkpoint = ckpttool.inspect(tmp_path / "src")
+    (embedding,) = (p for p in checkpoint.parameters if p.name == "embed.weight")
+    place = embedding.states["fp32"].extents[0]
+    with open(checkpoint.path(int(place["file"])), "r+b") as file:
+        file.seek(int(place["offset"]))
+        byte = file.read(1)[0]
+        file.seek(int(place["offset"]))
+        file.write(bytes([byte ^ 1]))
+
+    def consolidate() -> None:
+        options: dict[str, Any] = {"to": "safetensors", "max_shard_size": "3kB", "jobs": 1, "resume": True}
+        ckpttool.consolidate(tmp_path / "src", tmp_path / "out", **options)
+
+    with watching(Rule(Before(interrupt), "pwrite", nth=nth)), pytest.raises((KeyboardInterrupt, ChecksumError)):
+        consolidate()
+    with pytest.raises(ChecksumError):
+        consolidate()
+    assert not (tmp_path / "out").exists()
 
 
 def test_leftovers_of_another_conversion_are_not_resumed(tmp_path: Path) -> None:
