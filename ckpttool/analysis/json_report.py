@@ -33,6 +33,7 @@ def describe(c: Checkpoint) -> dict[str, Any]:
         "format": c.format,
         "stage": c.stage,
         "topology": {name: getattr(c.topology, name) for name in c.topology.__slots__},
+        "mesh": None if c.mesh is None else dataclasses.asdict(c.mesh),
         "dtype": c.dtype,
         "deepspeed_version": c.deepspeed_version,
         "step": c.step,
@@ -86,7 +87,7 @@ def title(c: Checkpoint) -> list[str]:
         "safetensors": "safetensors",
         "torch": "state dict of torch.save",
         "dcp": "torch.distributed.checkpoint",
-        "rank files": "FSDP2 files of single ranks",
+        "rank files": f"FSDP2 files of single ranks, over {over}",
     }
     title = [kinds[c.format], SHORT_NAMES.get(c.dtype, c.dtype.lower())]
     if c.step is not None:

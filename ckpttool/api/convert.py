@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +13,12 @@ from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, open_checkpoint, opening_options
+from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.plan.builder import sample_checks
+from ckpttool.storage import connect
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
@@ -231,7 +235,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
         return same_digest(checkpoint, output, directory, options.jobs)
 
-    written = run.write(plan, checkpoint, last=(last,), verify=verify if options.prove else None)
+    written = run.write(plan, checkpoint, last=last, verify=verify if options.prove else None)
     notes = (*map(str, checkpoint.notes), *checkpoint.remarks, *losses)
     return ConvertReport(written=written, to=target.to, tag=tag, notes=notes)
 
@@ -258,8 +262,8 @@ def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint
     )
 
 
-def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, str, list[str]]:
-    """The plan, the name of the file that is committed last, and the state that the output does not keep."""
+def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, tuple[str, ...], list[str]]:
+    """The plan, the names of the files that are committed last, and the state that the output does not keep."""
     if target.to == "zero":
         from ckpttool.storage import LATEST
         from ckpttool.targets.zero.layout import shape_for, zero_losses
@@ -274,7 +278,8 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
             expert_parallel=target.expert_parallel,
             dtype=None if target.dtype is None else TRAINING_DTYPES[target.dtype],
         )
-        plan, last, losses = plan_zero(checkpoint, shape, tag=tag), LATEST, list(zero_losses(checkpoint, shape))
+        plan, last = plan_zero(checkpoint, shape, tag=tag), LATEST
+        losses = list(zero_losses(checkpoint, shape))
     elif target.to == "universal":
         from ckpttool.targets.universal import plan_universal, universal_losses
 
@@ -285,10 +290,18 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
         plan = _plan_for_torch(checkpoint, target, losses)
-        return plan, plan.files[-1].name, losses
+        if target.layout == "verl":
+            found = find_sidecars(connect(checkpoint.storage), checkpoint.root)
+            plan = with_sidecars(plan, [replace(s, name=posixpath.join(HUGGINGFACE, s.name)) for s in found], None)
+        elif target.layout == "accelerate":
+            companions, left_behind = sidecars_for(checkpoint, target.world_size)
+            plan = with_sidecars(plan, companions, None)
+            losses += left_behind
+        metadata = tuple(f.name for f in plan.files if posixpath.basename(f.name) == METADATA)
+        return plan, metadata or (plan.files[-1].name,), losses
     companions, left_behind = sidecars_for(checkpoint, target.world_size)
     companions += rank_state_sidecars(checkpoint, tag)
-    return with_sidecars(plan, companions, None), last, [*losses, *left_behind]
+    return with_sidecars(plan, companions, None), (last,), [*losses, *left_behind]
 
 
 def _plan_for_torch(checkpoint: Checkpoint, target: _Target, notes: list[str]) -> CopyPlan:

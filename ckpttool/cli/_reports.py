@@ -424,6 +424,7 @@ def _print_summary(c: Checkpoint) -> None:
         [
             ("location", c.location),
             ("DeepSpeed", version if c.latest is not None else ""),
+            ("mesh", "" if c.mesh is None else f"{c.mesh}, on {c.mesh.device}"),
             ("parameters", ", ".join(_counts(c))),
             ("tied", _first([f"{a} = {n}" for a, n in c.aliases.items()])),
             ("buffers", _first([f"{b.name} ({dtype(b.state.dtype)})" for b in c.buffers])),

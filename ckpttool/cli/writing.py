@@ -128,11 +128,11 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--mesh",
-    metavar="NAME=N,...",
+    metavar="NAME=N,NAME=N",
     callback=_mesh,
     help="Device mesh of that run, for ranks; its last dimension shards.  [default: fsdp=WORLD_SIZE]",
 )
-@click.option("--device", metavar="TYPE", help="Device type of that run, for ranks.  [default: the source's, or cuda]")
+@click.option("--device", metavar="TYPE", help="Its device type, for ranks.  [default: the source's, or cuda]")
 @click.option(
     "--torch",
     type=click.Choice(["2.6", "2.13"]),

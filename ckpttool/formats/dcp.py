@@ -322,6 +322,10 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
     Raises:
         CkptError: The checkpoint is damaged, or has an unsupported form.
     """
+    path = posixpath.join(location.directory, "metadata.json")
+    if storage.exists(path) and "sharded_backend" in storage.read_text(path):
+        problem = "is the distributed checkpoint of Megatron Core (torch_dist), which stacks layers and splits names"
+        raise LayoutError(location.directory, problem, "convert it with Megatron-LM's tools/checkpoint/convert.py")
     return _read(storage, location, [""])
 
 

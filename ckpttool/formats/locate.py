@@ -38,19 +38,30 @@ class Foreign(NamedTuple):
     """Regular expression of the name of a file; with a final slash, of a directory."""
     inside: bool = False
     """Whether to pass that file or directory: the newest, if there are several."""
+    hint: str = WHOLE
+    """What to do instead, otherwise."""
 
 
 FOREIGN = (
-    Foreign("the files of single ranks of verl", r"(model|optim)_world_size_\d+_rank_\d+\.pt"),
+    Foreign("the optimizer's files of verl without its model", r"optim_world_size_\d+_rank_\d+\.pt"),
     Foreign("a run of verl", r"global_step_\d+/", inside=True),
     Foreign("a step of verl", r"(actor|critic)/", inside=True),
-    Foreign("the files of single ranks of FSDP, as Accelerate saves them", r"pytorch_model_fsdp(_\d+)?_rank_?\d+\.bin"),
+    Foreign(
+        "flat parameters of FSDP1, as Accelerate saves them for each rank",
+        r"pytorch_model_fsdp(_\d+)?_rank_?\d+\.bin",
+        hint="load it in the run, and save it with the state_dict_type SHARDED_STATE_DICT, or under FSDP2",
+    ),
     Foreign("the weights of FSDP, as Accelerate saves them", r"pytorch_model_fsdp(_\d+)?\.bin", inside=True),
     Foreign("a checkpoint of FSDP, as Accelerate saves it", r"pytorch_model_fsdp(_\d+)?/", inside=True),
     Foreign("a run of torchtitan", r"step-\d+/", inside=True),
     Foreign("the files of single ranks of Megatron", r"mp_rank_\d{2}(_\d{3})*/|model_optim_rng\.pt"),
     Foreign("a run of Megatron", r"iter_\d{7}/", inside=True),
-    Foreign("the files of single ranks of torch_checkpointing", r"(model|optimizer|train)_\d+\.pt"),
+    Foreign(
+        "a checkpoint of Orbax",
+        r"_CHECKPOINT_METADATA|manifest\.ocdbt|ocdbt\.process_\d+/",
+        hint="restore it with orbax-checkpoint, and save the weights as safetensors",
+    ),
+    Foreign("files of torch_checkpointing without DTensors", r"(model|optimizer|train)_\d+\.pt"),
 )
 """Layouts of other frameworks, by names that only they use.
 
@@ -128,8 +139,8 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
                 return locate(storage, directory, None)
         if not tags:
             if foreign := _foreign(src, entries):
-                raise NoCheckpointError(src, f"holds {foreign[0]}, not a checkpoint of DeepSpeed", foreign[1])
-            raise NoCheckpointError(src, "holds no DeepSpeed checkpoint", _look_elsewhere(found))
+                raise NoCheckpointError(src, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
+            raise NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(found))
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
@@ -201,7 +212,7 @@ def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
     for layout in FOREIGN:
         found = [name for name in names if re.fullmatch(layout.name, name)]
         if found:
-            hint = f"pass {posixpath.join(src, found[-1].rstrip('/'))}" if layout.inside else WHOLE
+            hint = f"pass {posixpath.join(src, found[-1].rstrip('/'))}" if layout.inside else layout.hint
             return layout.what, hint
     return None
 

@@ -145,7 +145,7 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         result.scheduler = _scheduler(run)
         result.mesh = largest.of
         result.replicas = tuple(reading.replicas)
-        result.remarks = (f"mesh: {'; '.join(sorted({str(mesh.of) for mesh in meshes}))}", *reading.remarks)
+        result.remarks = tuple(reading.remarks)
         topology = Topology(data_parallel=ranks // tensor_parallel, tensor_parallel=tensor_parallel)
         first = posixpath.join(directory, next(iter(found.model.values())))
         return result.to_checkpoint(storage, location, "rank files", first, topology, tuple(reading.files))

@@ -65,6 +65,8 @@ STEPS_OF_RANKS = "scheduler.bin"
 """State of Accelerate's scheduler: one step per rank (``AcceleratedScheduler.step``), unless it splits batches."""
 OWN = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", ".*")
 """Files of DeepSpeed or of the system, from which no framework resumes."""
+HUGGINGFACE = "huggingface"
+"""Subdirectory of the sidecar files of verl."""
 MAX_BYTES = 1 << 28
 """Maximum size of a sidecar file in bytes."""
 
@@ -90,7 +92,7 @@ class SidecarFile:
 
 
 def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:
-    """List the sidecar files in a directory.
+    """List the sidecar files in a directory, and in the subdirectory that verl has for them.
 
     Args:
         storage: Its storage.
@@ -100,16 +102,20 @@ def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERN
     Raises:
         StorageError: The directory or ``config.json`` cannot be read.
     """
-    found = []
-    for entry in storage.listing(root):
-        if entry.is_dir or entry.nbytes > MAX_BYTES or not any(fnmatch.fnmatchcase(entry.name, p) for p in patterns):
+    found: dict[str, SidecarFile] = {}
+    for directory in (root, posixpath.join(root, HUGGINGFACE)):
+        if directory != root and not storage.is_dir(directory):
             continue
-        path = posixpath.join(root, entry.name)
-        with storage.open(path) as reader:
-            nbytes, version = reader.nbytes, reader.version
-        text = storage.read_text(path) if entry.name == "config.json" else None
-        found.append(SidecarFile(entry.name, path, nbytes, version, storage.spec, text))
-    return tuple(found)
+        for entry in storage.listing(directory):
+            matches = any(fnmatch.fnmatchcase(entry.name, p) for p in patterns)
+            if entry.is_dir or entry.nbytes > MAX_BYTES or not matches or entry.name in found:
+                continue
+            path = posixpath.join(directory, entry.name)
+            with storage.open(path) as reader:
+                nbytes, version = reader.nbytes, reader.version
+            text = storage.read_text(path) if entry.name == "config.json" else None
+            found[entry.name] = SidecarFile(entry.name, path, nbytes, version, storage.spec, text)
+    return tuple(found.values())
 
 
 KIND = "rank state"

@@ -120,7 +120,7 @@ UNREADABLE = [
     Case("latest is huge", ZERO2, lambda c: truncate(c / "latest", 1 << 32),
          "latest", "is 4294967296 bytes long, too large for a text file"),
     Case("root is empty", ZERO2, _make_empty,
-         "", "holds no DeepSpeed checkpoint; pass a checkpoint root (with a file named latest) or a tag's directory"),
+         "", "contains no checkpoint; pass a checkpoint root (with a file named latest) or a tag's directory"),
     Case("root is gone", ZERO2, lambda c: shutil.rmtree(c), "", "does not exist; check the path"),
     Case("root is a file", ZERO2, _make_file, "", "is not a directory; pass a"),
 ]  # fmt: skip

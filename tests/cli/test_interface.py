@@ -79,7 +79,7 @@ def test_wrong_usage_exits_with_2_and_says_how_it_is_right(
     monkeypatch.chdir(tmp_path)
     done = ckpttool(*arguments)
     assert (done.code, done.stdout) == (2, "")
-    assert "Usage: ckpttool" in done.stderr
+    assert done.stderr.startswith(("Usage: ckpttool", "Error: --"))
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
 
@@ -97,7 +97,7 @@ def test_success_exits_with_0_and_is_silent_on_stderr(tmp_path: Path) -> None:
 
 def test_failure_exits_with_3_in_one_line(tmp_path: Path) -> None:
     done = ckpttool_process("inspect", tmp_path)
-    assert done.error.startswith(f"Error: {tmp_path}: holds no DeepSpeed checkpoint; pass ")
+    assert done.error.startswith(f"Error: {tmp_path}: contains no checkpoint; pass ")
     assert done.error == ckpttool("inspect", tmp_path).error
 
 
@@ -125,10 +125,11 @@ def test_a_failure_is_told_as_json_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = ckpttool(*arguments, "--json")
-    assert (done.code, done.stderr) == (3, ckpttool(*arguments).stderr)
+    code = 2 if told["path"].isupper() else 3  # of an argument, or of a checkpoint
+    assert (done.code, done.stderr) == (code, ckpttool(*arguments).stderr)
     assert json.loads(done.stdout) == told
     done = ckpttool(*arguments, "--json", "--debug")
-    assert (done.code, json.loads(done.stdout)) == (3, told)
+    assert (done.code, json.loads(done.stdout)) == (code, told)
     assert done.stderr.startswith("Traceback")
 
 
@@ -220,8 +221,8 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
 def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     told = _json("inspect", source(name))
     assert list(told) == [
-        "location", "root", "tag", "format", "stage", "topology", "dtype", "deepspeed_version", "step", "skipped_steps",
-        "nbytes",
+        "location", "root", "tag", "format", "stage", "topology", "mesh", "dtype", "deepspeed_version", "step",
+        "skipped_steps", "nbytes",
         "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "loss_scaler", "client_state",
         "metrics", "provenance", "thin", "ds_config", "files", "notes", "remarks",
     ]  # fmt: skip

@@ -181,6 +181,38 @@ def train(job: dict[str, Any], directory: Path) -> None:
         save_file(truth, str(root / "truth.safetensors"))
 
 
+def train_fsdp1(job: dict[str, Any], directory: Path) -> None:
+    """Train under FSDP1, and save the weights sharded, with and without a mesh, and flat."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import save_file
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, mesh in (("mesh", init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))), ("none", None)):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        net = FullyShardedDataParallel(net, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        (directory / job["id"] / name).mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        with FullyShardedDataParallel.state_dict_type(net, StateDictType.SHARDED_STATE_DICT):
+            path = directory / job["id"] / name
+            torch.save(net.state_dict(), path / f"model_world_size_{ranks}_rank_{rank}.pt")
+            torch.save(optimizer.state_dict(), path / f"optim_world_size_{ranks}_rank_{rank}.pt")
+        with FullyShardedDataParallel.state_dict_type(net, StateDictType.FULL_STATE_DICT):
+            whole = {key: value.contiguous() for key, value in net.state_dict().items()}
+        if mesh is None:
+            (directory / job["id"] / "local").mkdir(exist_ok=True)
+            with FullyShardedDataParallel.state_dict_type(net, StateDictType.LOCAL_STATE_DICT):
+                torch.save(net.state_dict(), directory / job["id"] / f"local/pytorch_model_fsdp_0_rank{rank}.bin")
+        if rank == 0:
+            save_file(whole, str(directory / job["id"] / "truth.safetensors"))
+
+
 def resume(job: dict[str, Any], directory: Path) -> None:
     """Load each checkpoint of ``job["sources"]`` into a new run, by the loader of its layout, and train one step.
 

@@ -391,7 +391,7 @@ def test_a_named_function_is_not_called(saved: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_not_taken_for_one_of_deepspeeds(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match="holds no DeepSpeed checkpoint"):
+    with pytest.raises(LayoutError, match="contains no checkpoint"):
         open_checkpoint(str(tmp_path))
 
 

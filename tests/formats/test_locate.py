@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.locate import NoCheckpointError, locate
@@ -169,36 +169,42 @@ def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) ->
 
 
 FOREIGN = {
-    "verl": (["model_world_size_2_rank_0.pt", "extra_state_world_size_2_rank_0.pt"], "single ranks of verl", ""),
-    "verl's step": (["data.pt", "actor/model_world_size_2_rank_0.pt"], "a step of verl", "actor"),
     "verl's run": (
         ["latest_checkpointed_iteration.txt", "global_step_9/data.pt", "global_step_10/data.pt"],
         "a run of verl",
-        "global_step_10",
+        "pass {}/global_step_10",
     ),
-    "Accelerate": (["pytorch_model_fsdp_0_rank0.bin", "optimizer_0_rank0.bin"], "single ranks of FSDP", ""),
-    "FSDP1": (["pytorch_model_fsdp_rank0.bin"], "single ranks of FSDP", ""),
-    "Accelerate, whole": (["pytorch_model_fsdp.bin", "optimizer.bin"], "weights of FSDP", "pytorch_model_fsdp.bin"),
-    "Accelerate, DCP": (
-        ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.bin"],
-        "a checkpoint of FSDP",
-        "pytorch_model_fsdp_0",
+    "verl's optimizer": (["optim_world_size_2_rank_0.pt"], "the optimizer's files of verl without its model", WHOLE),
+    "Accelerate, whole": (
+        ["pytorch_model_fsdp.bin", "optimizer.bin"], "the weights of FSDP", "pass {}/pytorch_model_fsdp.bin",
     ),
-    "torchtitan": (["step-9/.metadata", "step-10/.metadata"], "a run of torchtitan", "step-10"),
-    "Megatron": (["mp_rank_00_001/model_optim_rng.pt", "mp_rank_00_000/model_optim_rng.pt"], "ranks of Megatron", ""),
+    "torchtitan": (["step-9/a", "step-10/a"], "a run of torchtitan", "pass {}/step-10"),
+    "Megatron": (["mp_rank_00_001/a.pt", "mp_rank_00_000/a.pt"], "ranks of Megatron", WHOLE),
     "Megatron's run": (
-        ["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "a run of Megatron", "iter_0000005",
+        ["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "a run of Megatron", "pass {}/iter_0000005",
     ),
-    "torch_checkpointing": (["model_0.pt", "optimizer_0.pt", "metadata.pkl"], "ranks of torch_checkpointing", ""),
+    "Orbax": (
+        ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "d/0"],
+        "a checkpoint of Orbax",
+        "restore it with orbax-checkpoint, and save the weights as safetensors",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_the_layout_of_another_framework_is_named(name: str, tmp_path: Path) -> None:
-    files, what, inside = FOREIGN[name]
+    files, what, hint = FOREIGN[name]
     for file in files:
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes(b"x")
-    with pytest.raises(NoCheckpointError, match=f"holds .*{what}.*, not a checkpoint of DeepSpeed") as caught:
+    with pytest.raises(NoCheckpointError, match=f"contains .*{what}.*, which ckpttool does not read") as caught:
         open_checkpoint(str(tmp_path))
-    assert caught.value.hint == (f"pass {tmp_path}/{inside}" if inside else WHOLE)
+    assert caught.value.hint == hint.format(tmp_path)
+
+
+def test_megatron_core_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"x")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    with pytest.raises(LayoutError, match="distributed checkpoint of Megatron Core") as caught:
+        open_checkpoint(str(tmp_path))
+    assert "Megatron-LM" in caught.value.hint

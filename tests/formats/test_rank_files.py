@@ -133,6 +133,22 @@ def test_files_for_the_ranks_of_another_mesh_resume(
     assert (tmp_path / "done").read_text() == "loaded"
 
 
+def test_of_fsdp1_the_weights_on_a_mesh_are_read_and_other_forms_are_refused(tmp_path: Path) -> None:
+    job = {"id": "fsdp1", "world_size": 2}
+    each_on_ranks(fsdp_runs.train_fsdp1, [job], tmp_path, imports=["torch.distributed.fsdp"])
+    truth = load_file(str(tmp_path / "fsdp1/truth.safetensors"))
+    checkpoint = ckpttool.inspect(tmp_path / "fsdp1/mesh")
+    assert {p.name for p in checkpoint.parameters} == truth.keys()
+    for name, value in truth.items():
+        assert torch.equal(ckpttool.extract(checkpoint, name, framework="torch"), value), name
+    assert checkpoint.groups == ()
+    assert any("the optimizer's states are left out" in remark for remark in checkpoint.remarks)
+    with pytest.raises(LayoutError, match="as a ShardedTensor of FSDP1, which is not read"):
+        ckpttool.inspect(tmp_path / "fsdp1/none")
+    with pytest.raises(CkptError, match="flat parameters of FSDP1"):
+        ckpttool.inspect(tmp_path / "fsdp1/local")
+
+
 # ------------------------------------------------------------------------------------------------- no shard can lie
 
 
