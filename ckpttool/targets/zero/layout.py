@@ -126,11 +126,13 @@ def zero_losses(checkpoint: Checkpoint, shape: Shape) -> list[str]:
         losses.append(f"{NEWER_COPIES}: stage 3 keeps no copies, so that the masters are written from them")
     elif checkpoint.has_newer_copies:
         losses.append(f"{NEWER_COPIES}: the run that loads it must use ZenFlow, or its first step reverts the copies")
-    if checkpoint.masters_alone:
+    if checkpoint.masters_alone and checkpoint.scheduler is None:
         losses.append(
             "the source has no scheduler, loss scale or client state: load it with "
             "load_lr_scheduler_states=False if the run has a scheduler"
         )
+    elif checkpoint.masters_alone:
+        losses.append("the source has no loss scale or client state")
     if not checkpoint.groups:
         losses.append(WEIGHTS_ALONE)
     return losses
