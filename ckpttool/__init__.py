@@ -1,4 +1,4 @@
-"""Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them.
+"""Inspect, verify and convert sharded checkpoints (DeepSpeed ZeRO, FSDP2), without torch or running their code.
 
 The public names are listed in the stub beside this file, for type checkers and for ``__getattr__``. It imports the
 module of a name on first use, so that ``import ckpttool`` is fast.

@@ -50,19 +50,19 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="ckpttool")
 def cli() -> None:
-    r"""Inspect, verify and convert DeepSpeed ZeRO checkpoints, without torch and without running code from them.
+    r"""Inspect, verify and convert sharded checkpoints (DeepSpeed ZeRO, FSDP2), without torch or running their code.
 
     SRC is a checkpoint root (with a file named latest), a tag's directory, a Hugging Face Trainer's checkpoint-N, a
-    universal checkpoint, a directory of torch.distributed.checkpoint, or safetensors. Sources and outputs may be URLs:
-    s3://, gs://, az:// or any other scheme of fsspec.
+    universal checkpoint, a directory of torch.distributed.checkpoint, the files or the run of verl, Accelerate or
+    torchtitan, or safetensors. Sources and outputs may be URLs: s3://, gs://, az:// or any other scheme of fsspec.
 
     \b
     Exit codes:
-      0    done; diff: equal; verify: sound
-      1    diff: different; verify: damaged
-      2    wrong usage
-      3    failed: a bad checkpoint, or the operation
-      130  interrupted
+    0    done; diff: equal; verify: sound
+    1    diff: different; verify: damaged
+    2    wrong usage
+    3    failed: a bad checkpoint, or the operation
+    130  interrupted
     """
 
 

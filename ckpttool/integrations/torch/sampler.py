@@ -107,7 +107,7 @@ class ResumableSampler:
     at the end of an epoch may be smaller; ``tail`` decides about samples that do not fill a step:
 
     * "spread": each sample is read exactly once. The last batches are smaller; in a step, the batches of two ranks
-    differ by at most one sample. With batch size 1, some ranks have two samples in their last batch instead.
+      differ by at most one sample. With batch size 1, some ranks have two samples in their last batch instead.
     * "carry": like "spread", but a batch is never larger: where fewer samples than ranks are left, they are read at the
       beginning of the next epoch.
     * "drop": samples that do not fill ``accumulation`` steps are left out in this epoch, as ``drop_last`` does. At an
