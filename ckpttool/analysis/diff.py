@@ -137,7 +137,8 @@ def compare(  # noqa: PLR0913  the options of diff
     optimizer = [any(key != WEIGHTS for _, key in held) for held in (ours, theirs)]
     if optimizer[0] != optimizer[1]:
         lacking = (a, b)[optimizer.index(False)]
-        notes.append(f"{lacking.location} holds no optimizer states: only weights are compared")
+        why = f": {lacking.left_out}" if lacking.left_out else " holds no optimizer states"
+        notes.append(f"{lacking.location}{why}: only weights are compared")
         ours, theirs = ({k: s for k, s in held.items() if k[1] == WEIGHTS} for held in (ours, theirs))
     elif loose := dict.fromkeys((*a.nonpartitionable, *b.nonpartitionable)):
         notes.append(f"states that belong to no parameter are not compared: {', '.join([*loose][:5])}")

@@ -79,6 +79,8 @@ class VerifyReport:
     tensors of one shape cannot be detected. NVMe swap files, states of universal checkpoints, files of DCP."""
     findings: tuple[Finding, ...]
     """All defects; empty for a sound checkpoint."""
+    notes: tuple[str, ...] = ()
+    """Facts that no file records, and states that are not read."""
 
 
 def verify_checkpoint(
@@ -127,8 +129,9 @@ def verify_checkpoint(
         tensors=sum(1 for _ in checkpoint.states()),
         records_checked=checked,
         records_unrecorded=unrecorded,
-        unplaced=_unplaced(checkpoint) if manifest is None else (),
+        unplaced=unplaced_files(checkpoint) if manifest is None else (),
         findings=_findings(errors),
+        notes=checkpoint.remarks,
     )
 
 
@@ -177,7 +180,7 @@ def _compare(
     return checked, unrecorded
 
 
-def _unplaced(checkpoint: Checkpoint) -> tuple[str, ...]:
+def unplaced_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the files that identify neither their rank nor their parameter."""
     shards = any(file.kind == "shard" for file in checkpoint.files)
     return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})

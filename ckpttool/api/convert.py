@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,7 @@ from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import ArgumentError
+from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
@@ -23,7 +24,7 @@ from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_si
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
@@ -45,6 +46,8 @@ FORMATS_OF = {
     "torch": ("ranks",),
 }
 """Arguments for some formats only."""
+DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xpu")
+"""Types of devices of torch."""
 LAYOUTS_OF = {"dcp": ("nested", "flat", "accelerate", "torchtitan"), "ranks": ("verl", "accelerate")}
 """Layouts of each format that has several."""
 
@@ -62,7 +65,7 @@ class _Target:
     dtype: str | None
     buffers: tuple[str, ...] | None = None
     layout: str | None = None
-    mesh: Mapping[str, int] | None = None
+    mesh: Mapping[str, int] | Sequence[int] | None = None
     device: str | None = None
     torch: str | None = None
 
@@ -83,7 +86,9 @@ class _Target:
             raise ArgumentError("layout", "is missing", "set it to verl or accelerate")
         if self.torch is not None:
             check_choice("torch", self.torch, ("2.6", "2.13"))
-        for size in (self.mesh or {}).values():
+        if self.device is not None:
+            check_choice("device", self.device, DEVICES)
+        for size in self.mesh.values() if isinstance(self.mesh, Mapping) else self.mesh or ():
             check_at_least("mesh", size, 1)
         for name in ("world_size", "sub_group_size", "expert_parallel"):
             check_at_least(name, getattr(self, name), 1)
@@ -124,7 +129,7 @@ def convert(  # noqa: PLR0913  public API
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
     layout: Literal["nested", "flat", "accelerate", "torchtitan", "verl"] | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mapping[str, int] | Sequence[int] | None = None,
     device: str | None = None,
     torch: Literal["2.6", "2.13"] | None = None,
     prove: bool = False,
@@ -164,9 +169,9 @@ def convert(  # noqa: PLR0913  public API
             ``get_state_dict`` has them, under ``model`` and ``optim``; "accelerate" for Accelerate's and the Trainer's
             FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler. For "ranks": "verl" or
             "accelerate".
-        mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``: the last dimension
-            shards, the others replicate. Default: one dimension, with the source's name, otherwise "fsdp" for verl
-            and no name for Accelerate.
+        mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without
+            names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, with the
+            source's name, otherwise "fsdp" for verl and no name for Accelerate.
         device: For "ranks", the type of the run's devices; default: the source's, otherwise "cuda".
         torch: For "ranks", the run's torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the source's,
             otherwise "2.13". The files load in no other release.
@@ -224,6 +229,9 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
     target.check()
     run = Run(out, options)
     (checkpoint,) = run.open([src])
+    if checkpoint.left_out and not options.allow_partial:
+        hint = "to write the weights without the optimizer, pass allow_partial=True"
+        raise LayoutError(checkpoint.location, checkpoint.left_out, hint, ("allow_partial",))
     tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     if target.buffers is not None:
         checkpoint = _with_buffers(checkpoint, target.buffers)

@@ -13,7 +13,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.execution.output import mode_of, mode_of_directory, mode_of_file
-from ckpttool.formats import Source, open_checkpoint, opening_options
+from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
 from ckpttool.storage import connect
 
 if TYPE_CHECKING:
@@ -106,12 +106,17 @@ def _cp(src: Source, out: str, options: Options) -> CpReport:
     checkpoint = options.open(src)
     root = Destination(out, options.storage_options)
     tagged = copy_plan.is_tagged(checkpoint)
-    mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if tagged else 0
-    run = Run(root.within(checkpoint.tag, mode) if tagged else root, options)
+    below = checkpoint.tag if tagged else copy_plan.below_run(checkpoint, source_paths(src)[0])
+    mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if below else 0
+    run = Run(root.within(below, mode) if below else root, options)
     run.destination.check_apart(checkpoint)
     copy_plan.check_outside(checkpoint, root.storage, root.out)
     plan = copy_plan.plan_copy(checkpoint)
-    sidecars = copy_plan.root_sidecars(checkpoint, root.storage, root.out)
+    sidecars = (
+        copy_plan.root_sidecars(checkpoint, root.storage, root.out)
+        if tagged
+        else copy_plan.step_sidecars(checkpoint, below)
+    )
     # A run that was killed after its commit has only ``latest`` left to write.
     verify = partial(_check_copy, checkpoint, options=options)
     written = run.write(plan, checkpoint, last=copy_plan.INDICES, verify=verify, may_be_there=True)

@@ -17,6 +17,7 @@ from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutErro
 from ckpttool.execution.checks import archive_records
 from ckpttool.execution.output import mode_of_file
 from ckpttool.formats import FORMATS, open_checkpoint
+from ckpttool.formats.locate import OF_VERL, VERL_LATEST, VERL_STEP
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
@@ -160,8 +161,6 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
     Raises:
         LayoutError: The other root has a different sidecar file of the same name.
     """
-    if not is_tagged(checkpoint):
-        return RootSidecars({}, ())
     sidecars: dict[str, bytes] = {}
     modes: dict[str, int] = {}
     not_copied = []
@@ -184,6 +183,33 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
     return RootSidecars(
         sidecars, (f"not copied: other files in the checkpoint's root ({what})",) if not_copied else (), modes
     )
+
+
+def below_run(checkpoint: Checkpoint, src: str) -> str:
+    """Return the path of a checkpoint without ``latest`` below the root of its run; "" if that was not passed."""
+    above = f"{src.rstrip('/')}/"
+    within = not is_tagged(checkpoint) and checkpoint.location.startswith(above)
+    return checkpoint.location.removeprefix(above) if within else ""
+
+
+def step_sidecars(checkpoint: Checkpoint, below: str) -> RootSidecars:
+    """Read the files of a step of verl beside the directories of its models.
+
+    Args:
+        checkpoint: The checkpoint.
+        below: As by ``below_run``.
+    """
+    step, _, model = below.rpartition("/")
+    if not step or model not in OF_VERL:
+        return RootSidecars({}, ())
+    source, above = connect(checkpoint.storage), posixpath.dirname(checkpoint.location)
+    entries = [entry for entry in source.listing(above) if entry.name != model]
+    small = [entry.name for entry in entries if not entry.is_dir and entry.nbytes <= MAX_BYTES]
+    found = {f"{step}/{name}": _content(source, posixpath.join(above, name)) for name in small}
+    other = [entry.name for entry in entries if entry.name not in small]
+    notes = (f"not copied: other parts of the step ({', '.join(other[:MAX_NAMED])})",) if other else ()
+    number = posixpath.basename(step).removeprefix(VERL_STEP)
+    return RootSidecars({**found, VERL_LATEST: number.encode()}, notes)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import MAX_TAG, NoCheckpointError, refuse_unfinished
+from ckpttool.formats.locate import MAX_TAG, NoCheckpointError, SeveralModelsError, refuse_unfinished
 from ckpttool.formats.scan import (
     Found,
     commits,
@@ -360,7 +360,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
         try:
-            checkpoint = open_checkpoint(path, options=options, report=errors.append)
+            checkpoint = _first_model(path, options, errors)
         except NoCheckpointError:
             return None
         except CkptError as error:
@@ -424,6 +424,19 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[CkptError]) -> Checkpoint:
+    """Open the checkpoint in a directory; of several models, all, and return the first.
+
+    Raises:
+        CkptError: One cannot be read.
+    """
+    try:
+        return open_checkpoint(path, options=options, report=errors.append)
+    except SeveralModelsError as error:
+        first, *_ = [open_checkpoint(one, options=options, report=errors.append) for one in error.directories]
+        return first
 
 
 def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str | None, bool]:

@@ -50,7 +50,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, package_name="ckpttool")
 def cli() -> None:
-    r"""Inspect, verify and convert sharded checkpoints (DeepSpeed ZeRO, FSDP2), without torch or running their code.
+    """Inspect, verify and convert sharded checkpoints (DeepSpeed ZeRO, FSDP2), without torch or running their code.
 
     SRC is a checkpoint root (with a file named latest), a tag's directory, a Hugging Face Trainer's checkpoint-N, a
     universal checkpoint, a directory of torch.distributed.checkpoint, the files or the run of verl, Accelerate or
@@ -63,7 +63,7 @@ def cli() -> None:
     2    wrong usage
     3    failed: a bad checkpoint, or the operation
     130  interrupted
-    """
+    """  # noqa: D301  click reads the backspace
 
 
 def main() -> None:

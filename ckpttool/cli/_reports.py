@@ -342,6 +342,8 @@ def print_verify_report(report: VerifyReport) -> None:
         shown = f"{', '.join(report.unplaced[:2])}{', ...' if len(report.unplaced) > 2 else ''}"
         problem = f"{len(report.unplaced)} files do not identify their rank or parameter ({shown}) without a manifest"
         print_line(f"note: {problem}: two of one shape that were swapped would not be noticed")
+    for note in report.notes:
+        print_line(f"note: {note}", color="yellow")
 
 
 def print_checkpoint_json(checkpoint: Checkpoint, name: str | None) -> None:

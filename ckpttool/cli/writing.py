@@ -68,14 +68,16 @@ def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
         print_consolidate_report(report)
 
 
-def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | None:
-    """Parse the sizes of named dimensions."""
+def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | list[int] | None:
+    """Parse the sizes of dimensions, all with names or none."""
     if value is None:
         return None
-    pairs = [part.partition("=") for part in value.split(",")]
-    if not all(name and size.isdecimal() and int(size) for name, _, size in pairs):
-        raise click.BadParameter("write sizes by name, such as ddp=2,fsdp=4")
-    return {name: int(size) for name, _, size in pairs}
+    parts = [part.rpartition("=") for part in value.split(",")]
+    names = [name for name, _, _ in parts if name]
+    if not all(size.isdecimal() and int(size) for _, _, size in parts) or len({*names}) not in {0, len(parts)}:
+        raise click.BadParameter("write sizes by different names, such as ddp=2,fsdp=4, or sizes alone, such as 4")
+    sizes = [int(size) for _, _, size in parts]
+    return dict(zip(names, sizes, strict=True)) if names else sizes
 
 
 @click.command(cls=options.Command, short_help="Write a checkpoint for another number of ranks, stage or loader.")
@@ -123,16 +125,20 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 @click.option(
     "--layout",
     type=click.Choice(["nested", "flat", "accelerate", "torchtitan", "verl"]),
-    help="Layout of the loader: nested, flat, accelerate or torchtitan for dcp; verl or accelerate for ranks.  "
-    "[default: nested]",
+    help="Loader's layout: nested (default), flat, accelerate or torchtitan for dcp, verl or accelerate for ranks.",
 )
 @click.option(
     "--mesh",
     metavar="NAME=N,NAME=N",
     callback=_mesh,
-    help="Device mesh of that run, for ranks; its last dimension shards.  [default: fsdp=WORLD_SIZE]",
+    help="Device mesh of that run, for ranks; its last dimension shards; N without names.  [default: WORLD_SIZE ranks, "
+    "named as in SRC, or fsdp for verl]",
 )
-@click.option("--device", metavar="TYPE", help="Its device type, for ranks.  [default: the source's, or cuda]")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda", "hpu", "mps", "npu", "xpu"]),
+    help="Its device type, for ranks.  [default: the source's, or cuda]",
+)
 @click.option(
     "--torch",
     type=click.Choice(["2.6", "2.13"]),

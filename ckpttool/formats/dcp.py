@@ -124,7 +124,10 @@ class Shards:
 
     def _open(self, chunk: StoredChunk) -> tuple[int, _FilePart]:
         if chunk.file not in self._opened:
-            reader = self._storage.open(posixpath.join(self._directory, chunk.file), ahead=True)
+            path = posixpath.join(self._directory, chunk.file)
+            if not self._storage.remote and not self._storage.exists(path):
+                raise LayoutError(path, f"is missing, but {METADATA} lists it", RESTORE)
+            reader = self._storage.open(path, ahead=True)
             self._opened[chunk.file] = len(self._files), reader
             name = posixpath.join(self._within, chunk.file)
             file = CheckpointFile(name, reader.nbytes, "shard", None, reader.version, container="dcp")
@@ -361,6 +364,9 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
             shards.close()
         ranks = max(ranks, len(files) - first)
     path = posixpath.join(location.directory, files[-1].name)
+    if entries.states and not entries.weights:
+        problem = "holds the states of an optimizer without its model"
+        raise LayoutError(location.directory, problem, f"pass {posixpath.dirname(location.directory)}")
     unknown = sorted(entries.states.keys() - entries.weights.keys())
     if unknown and entries.weights and not entries.flattened:
         problem = f"holds optimizer states of {brief(unknown[0], 200)}, but the model has no such parameter"

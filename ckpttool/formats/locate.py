@@ -16,6 +16,8 @@ from ckpttool.messages import brief
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpttool.formats.scan import Found
     from ckpttool.storage import Entry, Storage
 
@@ -72,6 +74,10 @@ components/checkpoint.py; Megatron-LM, training/checkpointing.py (``get_checkpoi
 
 OF_STEP = r"(?:global_step_|step-|checkpoint-)\d+"
 """Directories of the steps of a run: of verl, torchtitan, and the Trainer."""
+VERL_STEP = "global_step_"
+"""Begin of the name of a step of verl."""
+VERL_LATEST = "latest_checkpointed_iteration.txt"
+"""File of verl with the number of the newest step, written after all of its files."""
 OF_VERL = ("actor", "critic")
 """Directories of the models in a step of verl."""
 OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pytorch_model_fsdp_0_rank\d+\.bin"
@@ -80,6 +86,13 @@ OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pyto
 
 class NoCheckpointError(LayoutError):
     """A directory contains no DeepSpeed checkpoint; it may have another format."""
+
+
+class SeveralModelsError(LayoutError):
+    """A directory contains the checkpoints of several models of one run."""
+
+    directories: Sequence[str] = ()
+    """The directory of each."""
 
 
 class Location(NamedTuple):
@@ -226,32 +239,45 @@ def framework_directory(storage: Storage, src: str, tag: str | None) -> str | No
         tag: Name of the directory; None for the newest that is complete by its names.
 
     Raises:
-        LayoutError: The directory has the checkpoints of several models.
+        LayoutError: The run has no such step, or the step has the checkpoints of several models.
     """
     entries = storage.listing(src) if storage.is_dir(src) else []
     found = sorted((e.name for e in entries if e.is_dir and re.fullmatch(OF_STEP, e.name)), key=natural_order)
-    tracker = posixpath.join(src, "latest_checkpointed_iteration.txt")
     if tag is not None:
+        if found and tag not in found:
+            hint = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
+            raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", hint, ("tag",))
         found = [name for name in found if name == tag]
-    elif len(found) > 1 and _is_file(storage, tracker):  # written after all files of a step
-        newest = f"global_step_{storage.read_text(tracker).strip()}"
-        found = [newest] if newest in found else found
+    elif any(name.startswith(VERL_STEP) for name in found) and storage.exists(posixpath.join(src, VERL_LATEST)):
+        named = VERL_STEP + storage.read_text(posixpath.join(src, VERL_LATEST)).strip()
+        if named not in found:
+            path = posixpath.join(src, VERL_LATEST)
+            hint = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
+            raise LayoutError(path, f"names {brief(named, 200)}, which is not there", hint, ("tag",))
+        found = [named]
     for name in reversed(found):
         path = posixpath.join(src, name)
         inside = storage.listing(path)
         if any(re.fullmatch(OF_FSDP, entry.name) for entry in inside):
             return path
-        models = [entry.name for entry in inside if entry.is_dir and entry.name in OF_VERL]
-        if len(models) > 1:
-            problem = f"has the checkpoints of {' and '.join(sorted(models))}"
-            raise LayoutError(path, problem, f"pass one of them: {posixpath.join(path, min(models))}")
-        if models:
-            return posixpath.join(path, models[0])
-    models = [entry.name for entry in entries if entry.is_dir and entry.name in OF_VERL]
+        if directory := _model_of_verl(path, inside):
+            return directory
+    return _model_of_verl(src, entries) if tag is None else None
+
+
+def _model_of_verl(step: str, entries: Sequence[Entry]) -> str | None:
+    """Return the directory of the model in a step of verl; None without one.
+
+    Raises:
+        SeveralModelsError: There are several.
+    """
+    models = sorted(posixpath.join(step, entry.name) for entry in entries if entry.is_dir and entry.name in OF_VERL)
     if len(models) > 1:
-        problem = f"has the checkpoints of {' and '.join(sorted(models))}"
-        raise LayoutError(src, problem, f"pass one of them: {posixpath.join(src, min(models))}")
-    return posixpath.join(src, models[0]) if models and tag is None else None
+        names = " and ".join(map(posixpath.basename, models))
+        error = SeveralModelsError(step, f"has the checkpoints of {names}", f"pass one of them: {models[0]}")
+        error.directories = models
+        raise error
+    return models[0] if models else None
 
 
 def _look_elsewhere(found: list[Found]) -> str:

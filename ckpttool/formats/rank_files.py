@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Reader, Storage
 
+ORDER = "the optimizer numbers its parameters: where shapes are equal, the order of the model is assumed"
+"""Remark on an optimizer whose order only the code of the run knows."""
 MAX_INTEGERS = 1 << 24
 """Largest mesh, in ranks."""
 
@@ -135,7 +137,8 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         if optimizer:
             reading.add_optimizer(result, optimizer, tensors)
             trained = {name for group in result.groups.values() for name in group.get("params", ())}
-            result.buffers = (result.buffers or frozenset()) - trained  # a 0-dim parameter is not sharded
+            result.unsharded = (result.buffers or frozenset()) & trained  # 0-dim, or ignored_params of fully_shard
+            result.buffers = (result.buffers or frozenset()) - trained
         run = {rank: reading.open(name, "run state", rank) for rank, name in sorted(found.run.items())}
         largest = max(meshes, key=lambda mesh: len(mesh.ranks))
         tensor_parallel = math.prod(
@@ -143,9 +146,13 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         )
         result.step = recorded_step(storage, directory)
         result.scheduler = _scheduler(run)
+        result.left_out = reading.left_out
         result.mesh = largest.of
         result.replicas = tuple(reading.replicas)
-        result.remarks = tuple(reading.remarks)
+        result.remarks = (
+            "the files do not identify their save: a model file of another step with the same shapes is not noticed",
+            *reading.remarks,
+        )
         topology = Topology(data_parallel=ranks // tensor_parallel, tensor_parallel=tensor_parallel)
         first = posixpath.join(directory, next(iter(found.model.values())))
         return result.to_checkpoint(storage, location, "rank files", first, topology, tuple(reading.files))
@@ -263,6 +270,7 @@ class _Reading:
         """All meshes, as seen by the first rank of each."""
         self.replicas: list[Replica] = []
         self.remarks: list[str] = []
+        self.left_out = ""
 
     def open(self, name: str, kind: str, rank: int) -> _RankFile:
         """Open a file and read its pickle."""
@@ -367,13 +375,16 @@ class _Reading:
             state, own = _optimizer_of(file)
             names = self._names(state, own, tensors)
             if names is None:
-                self.remarks.append("the optimizer's states are left out: the file does not name their parameters")
+                self.left_out = (
+                    f"{posixpath.basename(file.torch.path)} numbers the optimizer's parameters, and their shapes fit "
+                    "the model's parameters in several ways, or in none"
+                )
+                self.remarks.append(f"the optimizer's states are left out: {self.left_out}")
                 return
             listed = [
                 {
                     key: [names[p] for p in value if p in names] if key == "params" else self._option(file, value)
                     for key, value in group.items()
-                    if key != "param_names"
                 }
                 for group in own
             ]
@@ -405,6 +416,12 @@ class _Reading:
                 return
         result.states.setdefault(name, {})[kind] = self.merge(f"{kind} of {name}", parts)
 
+    def assume_order(self, wanted: Sequence[tuple[int, ...] | None]) -> None:
+        """Remark that parameters of equal shapes are taken in the order of the model."""
+        known = [shape for shape in wanted if shape is not None]
+        if len({*known}) < len(known) and ORDER not in self.remarks:
+            self.remarks.append(ORDER)
+
     def _option(self, file: _RankFile, value: object) -> Any:
         return tensor_number(file.scalar(value)) if isinstance(value, TensorRef) and value.numel == 1 else value
 
@@ -421,13 +438,16 @@ class _Reading:
         named = [name for group in groups for name in group.get("param_names", ())]
         if len(named) == len(keys):
             return dict(zip(keys, named, strict=True)) if {*named} <= {*tensors} else None
-        if len(groups) != 1:
-            return None
         ties = _ties(tensors)
         wanted = [_moment_shape(state.get(key)) for key in keys]
+        self.assume_order(wanted)
         sharded = [n for n, parts in tensors.items() if n not in ties and not _is_plain(parts)]
         for candidates in (sharded, [n for n in tensors if n not in ties]):
-            chosen = _only_assignment(wanted, [tensors[n][0].value.shape for n in candidates])
+            shapes = [tensors[n][0].value.shape for n in candidates]
+            if len(groups) == 1:
+                chosen = _only_assignment(wanted, shapes)
+            else:
+                chosen = _assignment_by_shape(wanted, shapes, [len(group["params"]) for group in groups])
             if chosen is not None:
                 return {key: candidates[i] for key, i in zip(keys, chosen, strict=True) if i is not None}
         return None
@@ -467,6 +487,39 @@ def _only_assignment(
     return chosen if possible and not unclear else None
 
 
+def _assignment_by_shape(
+    wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> list[int | None] | None:
+    """Return the parameters of several groups, each in the order of the model, if the shapes decide.
+
+    They do where all parameters of one shape are in one group, as where weight decay is for matrices alone.
+
+    Args:
+        wanted: Shapes, of one group after the other; None for any.
+        shapes: Shapes of the parameters.
+        sizes: Number of parameters of each group.
+
+    Returns:
+        None if the shapes do not decide; an item is None where any shape is wanted.
+    """
+    places: dict[tuple[int, ...], list[int]] = {}
+    for number, shape in enumerate(shapes):
+        places.setdefault(shape, []).append(number)
+    chosen: list[int | None] = []
+    for size in sizes:
+        own = wanted[len(chosen) : len(chosen) + size]
+        for shape in {shape for shape in own if shape is not None}:
+            if len(places.get(shape, ())) != own.count(shape):
+                return None
+        follow = {shape: iter(places[shape]) for shape in own if shape is not None}
+        numbers = [None if shape is None else next(follow[shape]) for shape in own]
+        known = [number for number in numbers if number is not None]
+        if known != sorted(known):
+            return None
+        chosen += numbers
+    return chosen
+
+
 def _optimizer_of(file: _RankFile) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
     """Return the states by parameter, and the groups."""
     root = file.torch.root
@@ -490,7 +543,19 @@ def _optimizer_of(file: _RankFile) -> tuple[dict[Any, Any], list[dict[str, Any]]
 
 
 def _scheduler(run: Mapping[int, _RankFile]) -> Any:
-    for file in run.values():
+    """Return the state of the scheduler.
+
+    Raises:
+        LayoutError: The files of two ranks differ in it.
+    """
+    first: Any = None
+    for rank, file in run.items():
         root = file.torch.root
-        return root.get("lr_scheduler") if isinstance(root, dict) else None
-    return None
+        own = root.get("lr_scheduler") if isinstance(root, dict) else None
+        if rank == next(iter(run)):
+            first = own
+        elif fingerprint(own) != fingerprint(first):
+            raise LayoutError(
+                file.torch.path, "has another scheduler than the first rank: two saves are mixed", RESTORE
+            )
+    return first

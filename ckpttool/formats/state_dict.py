@@ -73,6 +73,10 @@ class StateDict:
     """State of the scheduler."""
     mesh: DeviceMesh | None = None
     """The mesh of DTensors."""
+    unsharded: frozenset[str] = frozenset()
+    """Parameters that every rank has whole, beside DTensors."""
+    left_out: str = ""
+    """Why the optimizer's states are not read."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored several times."""
     remarks: tuple[str, ...] = ()
@@ -147,6 +151,8 @@ class StateDict:
             replicas=self.replicas,
             remarks=self.remarks,
             mesh=self.mesh,
+            unsharded=self.unsharded,
+            left_out=self.left_out,
         )
 
     def _without_ties(self) -> tuple[dict[str, State], dict[str, str]]:

@@ -401,6 +401,10 @@ class Checkpoint:
     """Whether the files distinguish buffers from frozen parameters."""
     mesh: DeviceMesh | None = None
     """The mesh of DTensors; None for other formats."""
+    unsharded: frozenset[str] = frozenset()
+    """Parameters that every rank has whole, beside DTensors."""
+    left_out: str = ""
+    """Why the optimizer's states in the files are not read; "" if they are read, or there are none."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)

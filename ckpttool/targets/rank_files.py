@@ -13,18 +13,19 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TorchDType
 from ckpttool.dtypes import DTYPES
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.model import MASTER, MODULE, DeviceMesh
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.torch import TorchFileBuilder, group_options, opaque_object, plain_file, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Sequence
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.model import Checkpoint, Parameter, State
@@ -44,7 +45,7 @@ def mesh_for(
     layout: str,
     *,
     world_size: int | None,
-    mesh: Mapping[str, int] | None,
+    mesh: Mapping[str, int] | Sequence[int] | None,
     device: str | None,
     torch: str | None,
 ) -> DeviceMesh:
@@ -54,22 +55,23 @@ def mesh_for(
         checkpoint: The source.
         layout: One of LAYOUTS.
         world_size: Number of ranks; None for the source's.
-        mesh: Sizes of the dimensions by name. The last dimension shards, the others replicate.
+        mesh: Sizes of the dimensions by name, or sizes alone. The last dimension shards, the others replicate.
         device: Type of the run's device; default: "cuda".
         torch: Oldest release that loads the files, "2.6" or "2.13"; default: "2.13".
 
     Raises:
-        PlanError: Neither the arguments nor the source contain the number of ranks, or two arguments disagree.
+        ArgumentError: The mesh has another number of ranks than the world size.
     """
     own = checkpoint.mesh
     if mesh is not None:
-        names, shape = tuple(mesh), tuple(mesh.values())
+        names, shape = (tuple(mesh), tuple(mesh.values())) if isinstance(mesh, Mapping) else ((), tuple(mesh))
         if world_size not in {None, math.prod(shape)}:
-            problem = f"has a mesh of {math.prod(shape)} ranks asked for, and a world size of {world_size}"
-            raise PlanError(checkpoint.location, problem, "leave out one of them", ("mesh", "world_size"))
+            problem = f"has {math.prod(shape)} ranks, but world_size is {world_size}"
+            raise ArgumentError("mesh", problem, "leave out world_size", ("world_size",))
     else:
         ranks = world_size or checkpoint.topology.data_parallel
-        names = own.names if own is not None and len(own.names) == 1 else (("fsdp",) if layout == "verl" else ())
+        names = own.names if own is not None and len(own.names) == 1 else ()
+        names = names or (("fsdp",) if layout == "verl" else ())
         shape = (ranks,)
     device = device or ("cuda" if own is None else own.device)
     return DeviceMesh(names, shape, device, torch or (FIRST_LAYOUTS if own is None else own.torch))
@@ -120,7 +122,7 @@ def plan_rank_files(
 def _model(checkpoint: Checkpoint, file: _RankFile) -> TargetFile:
     root = OrderedDict()
     for parameter in checkpoint.parameters:
-        root[parameter.name] = file.part(checkpoint.weights(parameter))
+        root[parameter.name] = file.part(checkpoint.weights(parameter), whole=parameter.name in checkpoint.unsharded)
     for buffer in checkpoint.buffers:
         root[buffer.name] = file.torch.whole(buffer.state)
     for alias, name in checkpoint.aliases.items():
@@ -137,6 +139,7 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
         file: The file.
         numbered: Whether keys are numbers in the order of the groups, as of ``Optimizer.state_dict``, or names.
     """
+    order = [parameter.name for parameter in checkpoint.parameters]
     groups: list[dict[str, Any]] = []
     keys: dict[str, Any] = {}
     for number, group in enumerate(checkpoint.groups):
@@ -150,7 +153,8 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
             ]  # DeepSpeed lists no frozen parameters; verl's optimizer does
         keys.update({name: len(keys) + n if numbered else name for n, name in enumerate(listed)})
         options = file.torch.hyperparameters(group_options(checkpoint, number))
-        if numbered and len(checkpoint.groups) > 1:
+        plain = len(checkpoint.groups) == 1 and listed == [name for name in order if name in listed]
+        if numbered and (not plain or checkpoint.unsharded):
             options["param_names"] = listed  # torch's own key; without it, numbers of several groups have no names
         groups.append({**options, "params": [keys[name] for name in listed]})
     state: dict[Any, dict[str, Any]] = {}
@@ -167,7 +171,7 @@ def _states(checkpoint: Checkpoint, parameter: Parameter, file: _RankFile) -> It
             yield key, file.torch.number(scalar.value, scalar.dtype or "F32", scalar.shape)
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE}:
-            yield key, file.part(state)
+            yield key, file.part(state, whole=parameter.name in checkpoint.unsharded)
 
 
 class _RankFile:
@@ -186,9 +190,9 @@ class _RankFile:
         self._rank = rank
         self._pickled: Opaque | None = None
 
-    def part(self, state: State) -> TensorRef | Opaque:
-        """Return the rows of a tensor that this rank has, as a DTensor; a 0-dim tensor is not sharded."""
-        if not state.shape:
+    def part(self, state: State, *, whole: bool) -> TensorRef | Opaque:
+        """Return the rows of a tensor that this rank has, as a DTensor; if 0-dim or ``whole``, the tensor."""
+        if not state.shape or whole:
             return self.torch.whole(state)
         rows, row = state.shape[0], math.prod(state.shape[1:])
         count = -(-rows // self._mesh.shape[-1])  # as torch.chunk

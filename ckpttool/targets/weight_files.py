@@ -180,7 +180,7 @@ def optimizer_files(
         PlanError: The source has no optimizer states.
     """
     if not checkpoint.groups or not any(p.optimizer_states or MASTER in p.states for p in checkpoint.parameters):
-        problem = "holds no optimizer states"
+        problem = checkpoint.left_out or "holds no optimizer states"
         raise PlanError(checkpoint.location, problem, "leave out optimizer", ("optimizer",))
     states: list[Weight] = []
     keys: dict[str, None] = {}

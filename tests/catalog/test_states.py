@@ -97,7 +97,7 @@ def _empty(root: Path) -> Path:
 
 def _foreign(root: Path) -> Path:
     (root / "step2").mkdir()
-    (root / "step2" / "model_world_size_2_rank_0.pt").write_bytes(b"x")
+    (root / "step2" / "_CHECKPOINT_METADATA").write_bytes(b"x")
     return root / "step2"
 
 

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -38,7 +39,8 @@ class Outcome:
     @property
     def error(self) -> str:
         """The only line on stderr, of a command that failed as it should: no result, no traceback."""
-        assert self.code == FAILED, self
+        of_argument = re.match(r"Error: (--[a-z-]+|[A-Z]+): ", self.stderr)  # a wrong one is wrong usage
+        assert self.code == (2 if of_argument else FAILED), self
         line = self.stderr.removesuffix("\n")
         assert line.startswith("Error: "), self
         if self.stdout:  # of --json

@@ -240,7 +240,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert list(_json("verify", source(name), "--deep")) == [
         "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked", "records_unrecorded", "unplaced",
-        "findings",
+        "findings", "notes",
     ]  # fmt: skip
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
     assert list(written) == ["written", "tensors", "elements", "dtype", "tied", "sidecars", "notes"]

@@ -48,7 +48,9 @@ def start(job: dict[str, Any]) -> tuple[Any, Any, Any]:
 
     torch.manual_seed(job.get("seed", 0))
     net = Net().to(getattr(torch, job["dtype"]))
-    if job["mesh"] == "fsdp":
+    if job["mesh"] == "unnamed":
+        mesh = init_device_mesh("cpu", (ranks,))
+    elif job["mesh"] == "fsdp":
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
     elif job["mesh"] == "hsdp":
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("ddp", "fsdp"))
@@ -59,9 +61,10 @@ def start(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     if job.get("by_hand"):  # FSDP2 of torch 2.6 does not train on the CPU; its DTensors are the same
         _shard(net, mesh)
     else:
+        whole = {net.norm.bias} if job.get("ignored") else set()
         for module in (net.up, net.down, net):
-            fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.AdamW(net.parameters() if job.get("all", True) else _trained(net), lr=0.01)
+            fully_shard(module, mesh=mesh, ignored_params=whole)
+    optimizer = torch.optim.AdamW(PARAMETERS[job.get("parameters", "all")](net), lr=0.01)
     return net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
@@ -298,5 +301,22 @@ LOADERS: dict[str, Callable[[Any, Any, str], None]] = {
 }
 
 
+def _decay(net: Any) -> list[Any]:
+    """Return two groups: matrices, and all others without decay."""
+    own = _trained(net)
+    others = [p for p in own if p.ndim < 2]
+    return [{"params": [p for p in own if p.ndim > 1]}, {"params": others, "weight_decay": 0.0}]
+
+
 def _trained(net: Any) -> list[Any]:
     return [p for p in net.parameters() if p.requires_grad]
+
+
+PARAMETERS: dict[str, Callable[[Any], Any]] = {
+    "all": lambda net: net.parameters(),
+    "trained": _trained,
+    "reversed": lambda net: _trained(net)[::-1],
+    "named": lambda net: net.named_parameters(),
+    "decay": _decay,
+}
+"""What the optimizer gets."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError
+from ckpttool.formats.rank_files import _assignment_by_shape
 from tests.cli.command import ckpttool as command
 from tests.forked import each_on_ranks
 from tests.formats import fsdp_runs
@@ -31,7 +32,17 @@ JOBS: list[dict[str, Any]] = [
     for mesh, ranks in (("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4))
     for dtype in ("float32", "bfloat16")
 ]
-JOBS.append({"id": "fsdp-2-trained-alone", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "all": False})
+ODD: list[dict[str, Any]] = [
+    {"id": "fsdp-2-reversed", "mesh": "fsdp", "parameters": "reversed"},
+    {"id": "fsdp-2-named", "mesh": "fsdp", "parameters": "named"},
+    {"id": "fsdp-2-decay", "mesh": "fsdp", "parameters": "decay"},
+    {"id": "fsdp-2-ignored", "mesh": "fsdp", "ignored": True},
+    {"id": "unnamed-2-float32", "mesh": "unnamed"},
+]
+JOBS += [{**job, "world_size": 2, "dtype": "float32"} for job in ODD]
+JOBS.append(
+    {"id": "fsdp-2-trained-alone", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "parameters": "trained"}
+)
 SOURCES = {
     "verl": "verl/global_step_3/actor",
     "verl run": "verl",
@@ -67,11 +78,13 @@ def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> No
     for key, name in moments:
         read = ckpttool.extract(checkpoint, name, state=key, framework="torch")
         assert torch.equal(read, truth[f"{key}/{name}"]), (key, name)
-    unnamed = source in {"verl", "verl run"} and "alone" in job  # numbers that fit several parameters
+    # Numbers that fit several parameters, or none in the order of the model.
+    unnamed = source in {"verl", "verl run"} and any(odd in job for odd in ("alone", "reversed", "decay"))
+    assert (checkpoint.left_out != "") == unnamed
     if source != "shards" and not unnamed:
         assert {f"{key}/{name}" for key, name in moments} == {k for k in truth if k.startswith("exp_avg")}
         assert checkpoint.step == fsdp_runs.STEPS
-        assert [group.scalars["step"].value for group in checkpoint.groups] == [fsdp_runs.STEPS]
+        assert {group.scalars["step"].value for group in checkpoint.groups} == {fsdp_runs.STEPS}
     assert ckpttool.verify(runs / job / SOURCES[source], deep=True).findings == ()
 
 
@@ -131,6 +144,111 @@ def test_files_for_the_ranks_of_another_mesh_resume(
     loading |= {"sources": sources, "truth": str(runs / job / "truth.safetensors")}
     each_on_ranks(fsdp_runs.resume, [loading], tmp_path, imports=["torch.distributed.checkpoint", "accelerate"])
     assert (tmp_path / "done").read_text() == "loaded"
+
+
+@pytest.mark.parametrize(
+    "job", ["fsdp-2-reversed", "fsdp-2-named", "fsdp-2-decay", "fsdp-2-ignored", "unnamed-2-float32"]
+)
+def test_odd_runs_resume_from_every_layout(job: str, runs: Path, tmp_path: Path) -> None:
+    (odd,) = (one for one in JOBS if one["id"] == job)
+    src = runs / job / SOURCES["accelerate"]
+    sources = [("accelerate", str(runs / job / SOURCES["trainer"]))]
+    layouts: tuple[Any, ...] = ("nested", "flat", "accelerate", "torchtitan")
+    for layout in layouts:
+        ckpttool.convert(src, tmp_path / layout, to="dcp", layout=layout, prove=True)
+        sources.append((layout, str(tmp_path / layout)))
+    for layout, loader in (("verl", "verl"), ("accelerate", "files of accelerate")):
+        mesh = [2] if odd["mesh"] == "unnamed" and layout == "verl" else None
+        out = tmp_path / f"files of {layout}"
+        ckpttool.convert(src, out, to="ranks", layout=layout, mesh=mesh, prove=True)  # type: ignore[arg-type]
+        sources.append((loader, str(out)))
+    loading = {**odd, "id": "done", "sources": sources, "truth": str(runs / job / "truth.safetensors")}
+    each_on_ranks(fsdp_runs.resume, [loading], tmp_path, imports=["torch.distributed.checkpoint", "accelerate"])
+    assert (tmp_path / "done").read_text() == "loaded"
+
+
+def test_an_optimizer_that_is_not_read_is_reported_wherever_it_is_missed(runs: Path, tmp_path: Path) -> None:
+    src = runs / "fsdp-2-reversed" / SOURCES["verl"]
+    why = "numbers the optimizer's parameters, and their shapes fit the model's parameters in several ways, or in none"
+    assert why in command("verify", src).stdout
+    for to in (["--to", "dcp"], ["--to", "zero", "--world-size", "2"], ["--to", "ranks", "--layout", "verl"]):
+        done = command("convert", src, tmp_path / "out", *to)
+        assert done.code == 3
+        assert why in done.error
+        assert "--allow-partial" in done.error
+    assert why in command("consolidate", src, tmp_path / "out", "--to", "safetensors", "--optimizer").error
+    done = command("diff", src, runs / "fsdp-2-reversed" / SOURCES["accelerate"])
+    assert (done.code, why in done.stdout) == (0, True)
+    assert command("convert", src, tmp_path / "out", "--to", "dcp", "--allow-partial").code == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sizes", "chosen"),
+    [
+        ([(4, 4), (4, 4), (4,), None], [2, 2], [0, 2, 1, None]),  # matrices, and all others
+        ([(4,), (4, 4), (4, 4)], [1, 2], [1, 0, 2]),
+        ([(4, 4), (4,), (4, 4)], [1, 2], None),  # matrices in both groups
+        ([(4, 4), (4,)], [1, 1], None),  # one of two matrices
+        ([(4,), (4, 4), (4, 4)], [3], None),  # not in the order of the model
+        ([(5,)], [1], None),
+    ],
+)
+def test_groups_are_told_apart_by_shapes(
+    wanted: list[tuple[int, ...] | None], sizes: list[int], chosen: list[int | None] | None
+) -> None:
+    assert _assignment_by_shape(wanted, [(4, 4), (4,), (4, 4)], sizes) == chosen
+
+
+def test_schedulers_of_two_saves_are_refused(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-2-float32" / SOURCES["verl"], tmp_path / "mixed")
+    path = tmp_path / "mixed/extra_state_world_size_2_rank_1.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["lr_scheduler"]["last_epoch"] += 1
+    torch.save(saved, path)
+    with pytest.raises(LayoutError, match="has another scheduler than the first rank: two saves are mixed"):
+        ckpttool.inspect(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("source", ["verl run", "trainer run", "torchtitan run"])
+def test_a_copy_of_a_run_keeps_its_directories(source: str, runs: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "fsdp-2-float32" / SOURCES[source], run)
+    (step,) = (path for path in run.iterdir() if path.is_dir())
+    if source == "verl run":
+        (step / "data.pt").write_bytes(b"position")
+    ckpttool.cp(run, tmp_path / "copy", prove=True)
+    files = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert files == {
+        p.relative_to(tmp_path / "copy"): p.read_bytes() for p in (tmp_path / "copy").rglob("*") if p.is_file()
+    }
+    later = step.with_name(step.name.replace("3", "4"))
+    shutil.copytree(step, later)
+    if source == "verl run":
+        (run / "latest_checkpointed_iteration.txt").write_text("4")
+    ckpttool.cp(run, tmp_path / "copy")
+    assert {path.name for path in (tmp_path / "copy").iterdir() if path.is_dir()} == {step.name, later.name}
+
+
+def test_a_wrong_latest_step_of_verl_is_refused(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-2-float32/verl", tmp_path / "run")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("9")
+    with pytest.raises(
+        LayoutError, match=r"names .global_step_9., which is not there; choose one with tag: global_step_3"
+    ):
+        ckpttool.inspect(tmp_path / "run")
+    assert ckpttool.inspect(tmp_path / "run", tag="global_step_3").step == fsdp_runs.STEPS
+    with pytest.raises(LayoutError, match="holds no checkpoint of tag '3'; choose one with tag: global_step_3"):
+        ckpttool.inspect(tmp_path / "run", tag="3")
+
+
+def test_a_step_with_two_models_is_whole(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "fsdp-2-float32/verl", tmp_path / "run")
+    shutil.copytree(tmp_path / "run/global_step_3/actor", tmp_path / "run/global_step_3/critic")
+    (entry,) = ckpttool.ls(tmp_path / "run").entries
+    assert (entry.whole, entry.format) == (True, "rank files")
+    next((tmp_path / "run/global_step_3/critic").glob("model_*_rank_1.pt")).unlink()
+    (entry,) = ckpttool.ls(tmp_path / "run").entries
+    assert not entry.whole
 
 
 def test_of_fsdp1_the_weights_on_a_mesh_are_read_and_other_forms_are_refused(tmp_path: Path) -> None:

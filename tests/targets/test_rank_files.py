@@ -25,7 +25,7 @@ def test_every_value_of_another_torch_release_is_read(name: str) -> None:
     truth = load_file(run / "truth.safetensors")
     trained = {f"{key}/{p.name}": key for p in checkpoint.parameters for key in p.states if key.startswith("exp_avg")}
     assert {key for key in truth if key.startswith("exp_avg")} == {*trained}
-    tensors = [*checkpoint.parameters, *checkpoint.buffers]
+    tensors: list[Any] = [*checkpoint.parameters, *checkpoint.buffers]
     assert {key for key in truth if key.startswith("model/")} == {
         f"model/{name}" for name in (*(t.name for t in tensors), *checkpoint.aliases)
     }
@@ -73,7 +73,11 @@ def test_the_source_gives_the_mesh_that_is_not_asked_for(tmp_path: Path) -> None
         ({"to": "dcp", "mesh": {"fsdp": 2}}, "mesh: is for ranks, not for dcp"),
         ({"to": "ranks", "layout": "verl", "mesh": {"fsdp": 0}}, "mesh: is 0"),
         ({"to": "ranks", "layout": "verl", "torch": "2.5"}, "torch: is '2.5'"),
-        ({"to": "ranks", "layout": "verl", "mesh": {"fsdp": 2}, "world_size": 3}, "has a mesh of 2 ranks asked for"),
+        ({"to": "ranks", "layout": "verl", "device": "gpu"}, "device: is 'gpu'"),
+        (
+            {"to": "ranks", "layout": "verl", "mesh": {"fsdp": 2}, "world_size": 3},
+            "mesh: has 2 ranks, but world_size is 3",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
