@@ -364,6 +364,8 @@ def plan_weight_files(
     target = TRAINING_DTYPES[chosen.dtype]
     proofs = sample_checks(checkpoint) if chosen.weights_from == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
+    if checkpoint.format == "dcp":
+        notes.append("its files do not identify their rank or save: two of one shape that were swapped are not noticed")
     rules = parse_renamings(chosen.rename)
     if chosen.adapter_only:
         from ckpttool.targets import weights
