@@ -29,6 +29,7 @@ RECORD = HERE / "record.json"
 BENCHMARKS = {
     "consolidate": ["--runs", "3", "--peer-runs", "2"],
     "convert": ["--runs", "3", "--peer-runs", "2", "--workers", "2", "--stages", "2"],
+    "fsdp2": ["--runs", "3", "--peer-runs", "3"],
     "average": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],

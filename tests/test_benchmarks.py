@@ -22,6 +22,7 @@ RUNS = {
     "average.py": [*ONCE, "--sources", "2"],
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
+    "fsdp2.py": [*ONCE, "--peer-runs", "1"],
     "merge_lora.py": ONCE,
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
@@ -37,6 +38,7 @@ ON_RAY = {
 }
 PARTS = {
     "make_checkpoint.py",
+    "make_fsdp2.py",
     "restore_rank.py",
     "save_rank.py",
     "trainer_rank.py",

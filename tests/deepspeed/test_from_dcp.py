@@ -1,4 +1,4 @@
-"""Neutral formats with an optimizer, DCP and safetensors, become ZeRO checkpoints that real engines load."""
+"""Other formats with an optimizer (DCP, safetensors, files of FSDP2) become ZeRO checkpoints that real engines load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
     dtype: Dtype = "bf16"
     model: str = "plain"
     """See ``parallel_engines``."""
-    way: Literal["dcp", "safetensors"] = "dcp"
+    way: Literal["dcp", "safetensors", "verl", "accelerate"] = "dcp"
 
     @property
     def id(self) -> str:
@@ -45,6 +45,8 @@ CASES = [
     Case("torch", 2, 2),
     Case("zero2-dp2-bf16", 3, 2, way="safetensors"),
     Case("zero3-dp4-bf16", 2, 1, way="safetensors"),
+    Case("zero2-dp2-bf16", 3, 2, way="verl"),
+    Case("zero3-dp4-bf16", 2, 1, way="accelerate"),
 ]
 
 
@@ -98,9 +100,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Loaded],
         between, root = directory / f"{case.source}-{case.way}", directory / case.id
         if case.way == "safetensors":
             ckpttool.consolidate(source(case.source), between, to="safetensors", optimizer=True, prove=True)
+        elif case.way in {"verl", "accelerate"}:
+            layout: Any = case.way
+            ckpttool.convert(source(case.source), between, to="ranks", layout=layout, world_size=3, prove=True)
         elif case.source != "torch":
             ckpttool.convert(source(case.source), between, to="dcp", prove=True)
-        dtype = case.dtype if case.way == "dcp" else None
+        dtype = None if case.way == "safetensors" else case.dtype
         ckpttool.convert(
             between, root, to="zero", world_size=case.world_size, stage=case.stage, dtype=dtype, prove=True
         )

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-MESHES = {"fsdp": 1, "hsdp": 2, "tp": 2}
-"""Number of dimensions of each mesh."""
 STEPS = 3
 
 
@@ -55,8 +53,12 @@ def start(job: dict[str, Any]) -> tuple[Any, Any, Any]:
     elif job["mesh"] == "hsdp":
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("ddp", "fsdp"))
     else:
-        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
-        mesh = whole["dp"]
+        if job["mesh"] == "3d":
+            whole = init_device_mesh("cpu", (2, ranks // 4, 2), mesh_dim_names=("ddp", "fsdp", "tp"))
+            mesh = whole["ddp", "fsdp"]
+        else:
+            whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+            mesh = whole["dp"]
         parallelize_module(net, whole["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if job.get("by_hand"):  # FSDP2 of torch 2.6 does not train on the CPU; its DTensors are the same
         _shard(net, mesh)

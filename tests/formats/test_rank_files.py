@@ -38,8 +38,9 @@ ODD: list[dict[str, Any]] = [
     {"id": "fsdp-2-decay", "mesh": "fsdp", "parameters": "decay"},
     {"id": "fsdp-2-ignored", "mesh": "fsdp", "ignored": True},
     {"id": "unnamed-2-float32", "mesh": "unnamed"},
+    {"id": "3d-4-float32", "mesh": "3d", "world_size": 4},
 ]
-JOBS += [{**job, "world_size": 2, "dtype": "float32"} for job in ODD]
+JOBS += [{"world_size": 2, "dtype": "float32", **job} for job in ODD]
 JOBS.append(
     {"id": "fsdp-2-trained-alone", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "parameters": "trained"}
 )
