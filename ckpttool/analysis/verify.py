@@ -16,10 +16,11 @@ from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution.checks import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.locate import NoCheckpointError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
@@ -113,6 +114,9 @@ def verify_checkpoint(
     try:
         checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append, trust_names=trust_names)
     except CkptError as error:
+        missing = isinstance(error, StorageError | NoCheckpointError) and error.path.rstrip("/") == src[0].rstrip("/")
+        if missing or (tag is not None and "tag" in error.options):
+            raise  # there is nothing to judge
         if error not in errors:
             errors.append(error)
     if checkpoint is None:

@@ -246,6 +246,17 @@ def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[Cat
     return sorted(values, key=lambda pair: sign * pair[1])[:count]
 
 
+def format_best(rule: tuple[str, str, int]) -> str:
+    """Return the rule that ``parse_best`` parses.
+
+    Raises:
+        ArgumentError: It is a text.
+    """
+    if isinstance(rule, str):
+        raise ArgumentError("keep_best", f"is {brief(rule)}", 'write ("METRIC", "min", 1) or ("METRIC", "max", 1)')
+    return ":".join(map(str, rule))
+
+
 def parse_best(rule: str) -> tuple[str, str, int]:
     """Parse METRIC[:min|max[:COUNT]].
 

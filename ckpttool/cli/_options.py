@@ -31,6 +31,8 @@ class Duration(_FloatType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse a duration; fail as wrong usage."""
         try:
+            if str(value).strip().replace(".", "", 1).isdecimal() and float(str(value)):
+                self.fail(f"{value!r} has no unit; write {value}d, {value}h, {value}min or {value}s", param, ctx)
             return parse_duration(str(value))
         except ArgumentError as error:
             self.fail(f"{brief(value)} is not a duration: {error.hint}", param, ctx)

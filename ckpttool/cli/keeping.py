@@ -101,7 +101,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 
 
 @click.command(cls=options.Command, short_help="Keep a checkpoint from every retention rule.")
-@options.source_argument
+@click.argument("src", type=click.Path())
 @click.option("--why", required=True, metavar="TEXT", help="The reason, for people.")
 @options.tag_option
 @options.json_option
@@ -119,11 +119,11 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(made)
     else:
-        print_pin(src, made)
+        print_pin(_tagged(src, given["tag"]), made)
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
-@options.source_argument
+@click.argument("src", type=click.Path())
 @options.tag_option
 @options.json_option
 @options.common_options
@@ -137,4 +137,9 @@ def unpin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(removed)
     else:
-        print_pin(src, removed, removed=True)
+        print_pin(_tagged(src, given["tag"]), removed, removed=True)
+
+
+def _tagged(src: str, tag: str | None) -> str:
+    """Return the directory of a tag, for messages."""
+    return src if tag is None else f"{src.rstrip('/')}/{tag}"

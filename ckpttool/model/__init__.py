@@ -29,6 +29,8 @@ MASTER = "fp32"
 MODULE = "module"
 """The module's copy, with which the model computes: 16-bit under mixed precision."""
 
+EXCLUDED = "exclude_frozen_parameters"
+"""DeepSpeed's option to save no frozen parameters; part of a remark on the checkpoint."""
 NEWER_COPIES = "the module's copies are newer than the masters (ZenFlow)"
 """Note for the user where ``Checkpoint.has_newer_copies`` is set."""
 UNKNOWN_GROUP = -1

@@ -145,6 +145,9 @@ class Ranks:
             late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
             return {"error": error_to_data(late_error(what, late)), "timed_out": own}
         messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
+        if len({frozenset(m) if isinstance(m, dict) else None for m in messages}) > 1:
+            hint = "make the same calls on every rank, in one order"
+            return {"error": error_to_data(RankError(what, "ranks are in different calls", hint))}
         try:
             return {"value": decide(messages)}
         except CkptError as error:

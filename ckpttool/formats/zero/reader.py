@@ -25,6 +25,7 @@ from ckpttool.formats.zero.open_files import agreed_facts, mixed_types, read_zer
 from ckpttool.formats.zero.partitions import Partitions, check_agreement, check_same_group
 from ckpttool.messages import brief
 from ckpttool.model import (
+    EXCLUDED,
     MASTER,
     MODULE,
     NEWER_COPIES,
@@ -145,7 +146,7 @@ def _lost_remarks(lost: Sequence[str], *, excluded: bool) -> list[str]:
     names = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
     if not excluded:
         return [f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {names}"] if lost else []
-    left_out = "were left out when it was saved (exclude_frozen_parameters)"
+    left_out = f"were left out when it was saved ({EXCLUDED})"
     if lost:
         return [f"frozen parameters {left_out}: {names}"]
     return [f"frozen parameters, if there were any, {left_out}"]

@@ -18,7 +18,7 @@ from ckpttool._version import __version__
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
-from ckpttool.catalog.retention import GRACE, Rules
+from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
@@ -136,7 +136,7 @@ class CheckpointManager:
             self._storage = storage or open_storage(given, opening)
             self.source = confined(self._storage, self.root, opening)
             """The storage that ``restore`` reads from."""
-            best = None if keep_best is None else ":".join(map(str, keep_best))
+            best = None if keep_best is None else format_best(keep_best)
             rules = (keep_last, keep_every, best, keep_for, thin, thin_every)
             self._rules = None if all(rule is None for rule in rules) else Rules(*rules)
             self._key = read_key(sign_key)
