@@ -3,7 +3,7 @@
     python benchmarks/fsdp2.py [--runs N] [--peer-runs N] [--scale large|small|tiny] [--verl PYTHON]
 
 The checkpoints (245M parameters, 4 ranks, fp32, AdamW) are made by torch at the first run and kept in ``.data``: 8 GB.
-``--verl`` is the Python of an environment with verl, whose merger is measured too.
+``--verl`` (or ``BENCHMARK_VERL``) is the Python of an environment with verl, whose merger is measured too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="counted runs against cp (default: 5)")
     parser.add_argument("--peer-runs", type=int, default=3, help="counted runs against other tools (default: 3)")
     parser.add_argument("--scale", choices=("large", "small", "tiny"), default="large")
-    parser.add_argument("--verl", help="Python of an environment with verl")
+    parser.add_argument("--verl", default=os.environ.get("BENCHMARK_VERL"), help="Python of an environment with verl")
     arguments = parser.parse_args()
     DATA.mkdir(exist_ok=True)
     root, out = run(arguments.scale), DATA / "out"
