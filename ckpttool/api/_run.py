@@ -186,13 +186,13 @@ def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoin
 
     future: Future[Checkpoint] = Future()
 
-    def run() -> None:
+    def set_result() -> None:
         try:
             future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="ckpttool-open", daemon=True).start()
+    threading.Thread(target=set_result, name="ckpttool-open", daemon=True).start()
     return future.result
 
 

@@ -152,7 +152,7 @@ def thin(
         CkptError: It cannot be read, or the thin files cannot be written or differ. The checkpoint is as it was, unless
             only the removal of old files failed: the next ``recover`` continues it.
     """
-    return _Work(storage, thinning, options, advance).run()
+    return _Work(storage, thinning, options, advance).thin()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class _Work:
     def directory(self) -> str:
         return self.checkpoint.location
 
-    def run(self) -> str:
+    def thin(self) -> str:
         storage, directory = self.storage, self.directory
         recover(storage, directory, grace=self.options.grace)
         storage.refresh([])

@@ -284,7 +284,7 @@ class Destination:
             else:
                 from ckpttool.execution import distributed
 
-                overflowed = distributed.run(plan, output, workers=workers, **how)
+                overflowed = distributed.run_in_workers(plan, output, workers=workers, **how)
             output.complete()
             return overflowed, None if verify is None else verify(output.path)
 

@@ -119,7 +119,7 @@ class Workers(Protocol):
         """
 
 
-def run(
+def run_in_workers(
     plan: CopyPlan,
     output: Output,
     *,

@@ -24,7 +24,7 @@ RESTORE = "restore it from a copy"
 _PLACEMENTS = {"Shard", "_StridedShard", "Replicate"}
 
 
-class Placement(NamedTuple):
+class MeshPlacement(NamedTuple):
     """How one dimension of the mesh distributes a tensor."""
 
     dim: int | None
@@ -64,7 +64,7 @@ class DTensor(NamedTuple):
     """The elements of this rank."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    placements: tuple[Placement, ...]
+    placements: tuple[MeshPlacement, ...]
     """One for each dimension of the mesh."""
     mesh: Mesh
     """The ranks."""
@@ -162,17 +162,17 @@ def _state(value: object) -> dict[str, Any] | None:
     return state if isinstance(state, dict) else None
 
 
-def _placement(path: str, name: str, value: object) -> Placement:
+def _placement(path: str, name: str, value: object) -> MeshPlacement:
     kind = value.name if isinstance(value, Opaque) else str(value)
     if kind not in _PLACEMENTS:
         raise LayoutError(path, f"holds {name} with the placement {kind}, not a part of its values", WHOLE)
     if kind == "Replicate":
-        return Placement(None)
+        return MeshPlacement(None)
     state = _state(value) or {}
     dim, factor = state.get("dim"), state.get("split_factor", 0)
     if not isinstance(dim, int) or dim < 0 or not isinstance(factor, int) or (kind == "_StridedShard") != (factor > 0):
         raise _unknown(path, name)
-    return Placement(dim, factor)
+    return MeshPlacement(dim, factor)
 
 
 def _mesh(path: str, name: str, state: dict[str, Any], numbers: Callable[[TensorRef], list[int]]) -> Mesh:

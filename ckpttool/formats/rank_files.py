@@ -41,7 +41,7 @@ MAX_INTEGERS = 1 << 24
 """Largest mesh, in ranks."""
 
 
-class Layout(NamedTuple):
+class RankFileNames(NamedTuple):
     """The names of the files of one framework; the last group of a pattern is the rank."""
 
     model: str
@@ -53,14 +53,14 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout(
+    RankFileNames(
         r"model_world_size_(\d+)_rank_(\d+)\.pt",
         r"optim_world_size_(\d+)_rank_(\d+)\.pt",
         r"extra_state_world_size_(\d+)_rank_(\d+)\.pt",
         has_size=True,
     ),
-    Layout(r"pytorch_model_fsdp_0_rank(\d+)\.bin", r"optimizer_0_rank(\d+)\.bin"),
-    Layout(r"model_(\d+)\.pt", r"optimizer_(\d+)\.pt"),
+    RankFileNames(r"pytorch_model_fsdp_0_rank(\d+)\.bin", r"optimizer_0_rank(\d+)\.bin"),
+    RankFileNames(r"model_(\d+)\.pt", r"optimizer_(\d+)\.pt"),
 )
 
 
@@ -97,7 +97,7 @@ class _RankFile(NamedTuple):
 class _Found:
     """The files of a directory."""
 
-    layout: Layout
+    layout: RankFileNames
     model: dict[int, str]
     """Names by rank."""
     optimizer: dict[int, str]

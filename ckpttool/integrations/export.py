@@ -111,7 +111,7 @@ class Exporter:
             then: Called in the thread with the directory of the weights.
         """
 
-        def run() -> CkptError | None:
+        def logged_export() -> CkptError | None:
             try:
                 done = export(
                     folder,
@@ -130,7 +130,7 @@ class Exporter:
                 return PlanError(folder, f"was not exported: {type(error).__name__}: {error}", "see the log")
             return None
 
-        self._running[folder] = self._pool.submit(run)
+        self._running[folder] = self._pool.submit(logged_export)
 
     def wait(self) -> None:
         """Wait until all exports have ended.

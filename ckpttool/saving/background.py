@@ -45,7 +45,7 @@ class Background:
             RuntimeError: The program is ending, and Python starts no thread any more.
         """
 
-        def run() -> None:
+        def keep_error() -> None:
             try:
                 self._failed = save()
             except BaseException as error:  # even the log may be closed at the end of the program
@@ -53,7 +53,7 @@ class Background:
                 self._failed = PlanError("a save", f"failed with {problem}", "it may not be committed: see the log")
 
         _wait_at_end()
-        thread = threading.Thread(target=run, name="ckpttool-save")
+        thread = threading.Thread(target=keep_error, name="ckpttool-save")
         thread.start()
         self._thread = thread
         _running[id(self)] = self

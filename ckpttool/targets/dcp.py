@@ -45,7 +45,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DcpLayout:
     """Names and nesting of the entries."""
 
     model: tuple[str, ...]
@@ -59,10 +59,10 @@ class Layout:
 
 
 LAYOUTS = {
-    "nested": Layout(("model",), "optim"),
-    "flat": Layout(("model",), "optim", flat=True),
-    "accelerate": Layout(("model",), "optimizer", directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
-    "torchtitan": Layout((), "optimizer", flat=True),
+    "nested": DcpLayout(("model",), "optim"),
+    "flat": DcpLayout(("model",), "optim", flat=True),
+    "accelerate": DcpLayout(("model",), "optimizer", directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
+    "torchtitan": DcpLayout((), "optimizer", flat=True),
 }
 """Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``."""
 
@@ -174,7 +174,7 @@ def _directory(
 # ------------------------------------------------------------------------------------------------- entries
 
 
-def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: Layout) -> Iterator[tuple[str, str, _TensorEntry]]:
+def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> Iterator[tuple[str, str, _TensorEntry]]:
     """Yield "model" or "optimizer", the parameter or buffer ("" for none), and the entry."""
     for parameter in checkpoint.parameters:
         state = checkpoint.weights(parameter)
@@ -201,7 +201,7 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: Layout) -> Ite
 
 
 def _states(
-    checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: Layout
+    checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: DcpLayout
 ) -> Iterator[_TensorEntry]:
     def path(key: str) -> Path:
         flat = (names.optimizer, f"state.{parameter.name}.{key}")

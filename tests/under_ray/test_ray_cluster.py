@@ -34,7 +34,7 @@ from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.storage.places import files_in
-from tests.truth import source
+from tests.truth import HERE, source
 from tests.under_ray.driver import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -169,6 +169,23 @@ def test_conversion_gives_the_bytes_of_a_local_one(name: str, tmp_path: Path, mo
     assert _told(report) == _told(
         replace(expected, written=replace(expected.written, nbytes_read=remote.written.nbytes_read))
     )
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("name", ["torch2.6.0-fsdp-3", "torch2.9.1-hsdp-4"])
+@pytest.mark.parametrize(
+    "options",
+    [{"to": "zero", "world_size": 2, "stage": 3}, {"to": "dcp"}, {"to": "ranks", "layout": "verl", "world_size": 2}],
+    ids=lambda options: options["to"],
+)
+def test_files_of_fsdp_give_the_bytes_of_a_local_conversion(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _small_tasks(monkeypatch, 1001)
+    run = HERE / "fsdp" / name / "verl"
+    for ray in (None, True):
+        ckpttool.convert(run, tmp_path / str(ray), **options, ray=ray)
+    assert files_in(tmp_path / "True") == files_in(tmp_path / "None")
 
 
 @pytest.mark.usefixtures("cluster")
