@@ -175,7 +175,11 @@ def test_conversion_gives_the_bytes_of_a_local_one(name: str, tmp_path: Path, mo
 @pytest.mark.parametrize("name", ["torch2.6.0-fsdp-3", "torch2.9.1-hsdp-4"])
 @pytest.mark.parametrize(
     "options",
-    [{"to": "zero", "world_size": 2, "stage": 3}, {"to": "dcp"}, {"to": "ranks", "layout": "verl", "world_size": 2}],
+    [
+        {"to": "zero", "world_size": 2, "stage": 3, "dtype": "bf16"},
+        {"to": "dcp"},
+        {"to": "ranks", "layout": "verl", "world_size": 2},
+    ],
     ids=lambda options: options["to"],
 )
 def test_files_of_fsdp_give_the_bytes_of_a_local_conversion(
