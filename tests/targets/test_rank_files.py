@@ -55,6 +55,12 @@ def test_the_values_stay_on_another_mesh(name: str, layout: str, torch: str, tmp
         assert ckpttool.digest(out) == ckpttool.digest(src)
 
 
+@pytest.mark.parametrize(("to", "options"), [("dcp", {}), ("ranks", {"layout": "verl"})])
+def test_client_state_that_is_not_written_is_noted(to: str, options: dict[str, str], tmp_path: Path) -> None:
+    report = ckpttool.convert(source("zero3-dp4-bf16"), tmp_path / "out", to=to, **options)  # type: ignore[arg-type]
+    assert "not written: the client state (epoch, note, losses, nested)" in report.notes
+
+
 def test_the_source_gives_the_mesh_that_is_not_asked_for(tmp_path: Path) -> None:
     src = HERE / "fsdp" / "torch2.6.0-fsdp-3" / "verl"
     ckpttool.convert(src, tmp_path / "out", to="ranks", layout="accelerate", world_size=2)
