@@ -314,8 +314,8 @@ def test_a_permanent_failure_is_reported_at_once(
 
 @either_client
 def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
-    for command_ in (["inspect"], ["verify"], ["stats"]):
-        assert command(command_[0], "s3://no-such-bucket/run").code == (1 if command_ == ["verify"] else 3)
+    for name in ("inspect", "verify", "stats"):
+        assert command(name, "s3://no-such-bucket/run").code == 3
     error = command("inspect", "s3://no-such-bucket/run").error
     assert error.startswith("Error: s3://no-such-bucket/run: the bucket does not exist; ")
     error = command("inspect", s3.url("none/at/all")).error
