@@ -80,6 +80,8 @@ def verify(  # noqa: PLR0913  public API
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding instead of raising.
 
+    A finding is about a checkpoint that exists; a missing one raises an error.
+
     Args:
         src: As for ``inspect``.
         tag: As for ``inspect``.
@@ -95,6 +97,8 @@ def verify(  # noqa: PLR0913  public API
 
     Raises:
         PlanError: The key cannot be read.
+        StorageError: ``src`` does not exist or cannot be read.
+        LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)
     from ckpttool.analysis.verify import verify_checkpoint

@@ -247,10 +247,10 @@ def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[Cat
 
 
 def format_best(rule: tuple[str, str, int]) -> str:
-    """Return the rule that ``parse_best`` parses.
+    """Return the text for ``parse_best``.
 
     Raises:
-        ArgumentError: It is a text.
+        ArgumentError: The rule is a text already.
     """
     if isinstance(rule, str):
         raise ArgumentError("keep_best", f"is {brief(rule)}", 'write ("METRIC", "min", 1) or ("METRIC", "max", 1)')

@@ -139,6 +139,7 @@ def test_checkpoint_that_cannot_be_read(case: Case, checkpoint_copy: Callable[[s
         if case.id in {"root is gone", "root is a file", "root is empty"}:  # nothing to judge: a failure
             _assert_says(ckpttool("verify", root, *options).error, root, case)
             continue
+        assert ckpttool("verify", root, "--tag", "nope", *options).code == 3
         done = ckpttool("verify", root, *options)
         assert (done.code, done.stderr) == (1, "")
         _assert_says(done.stdout.splitlines()[0], root, case)

@@ -24,6 +24,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool import errors
+from ckpttool.catalog.retention import format_best
 from ckpttool.cli import COMMANDS, _output, cli
 from ckpttool.cli._errors import with_flags
 from ckpttool.errors import ArgumentError, CkptError, PlanError
@@ -455,6 +456,7 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("rtol", lambda untyped, out: untyped.diff(ZERO3, ZERO3, rtol=-1.0)),
         ("keep_last", lambda untyped, out: untyped.prune(out, keep_last=0)),
         ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
+        ("keep_best", lambda untyped, out: format_best("loss")),
         ("keep_for", lambda untyped, out: untyped.prune(out, keep_for="a while")),
         ("thin", lambda untyped, out: untyped.prune(out, thin="fp16")),
         ("thin_every", lambda untyped, out: untyped.prune(out, thin_every=0)),
@@ -588,3 +590,9 @@ print([name for name in {HEAVY + more!r} if name in sys.modules], file=sys.stder
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == "[]\n"
+
+
+def test_a_duration_needs_a_unit(tmp_path: Path) -> None:
+    done = ckpttool("prune", tmp_path, "--torn", "--grace", "5")
+    assert done.code == 2
+    assert "'5' has no unit; write 5d, 5h, 5min or 5s" in done.stderr

@@ -118,6 +118,13 @@ def test_ranks_go_on_after_a_failure(make: Callable[[int], crew.Crew]) -> None:
     assert [o.result for o in team.do(lambda ranks: ranks.agree("what", 1, sum, timeout=5))] == [3] * 3
 
 
+def test_ranks_in_different_calls_are_refused_on_all_ranks(make: Callable[[int], crew.Crew]) -> None:
+    outcomes = make(3).do(lambda ranks: ranks.agree("what", {"save": 1} if ranks.rank else {"load": 1}, len, timeout=5))
+    assert {str(o.error) for o in outcomes} == {
+        "what: ranks are in different calls; make the same calls on every rank, in one order"
+    }
+
+
 def test_ranks_go_on_after_one_was_late(make: Callable[[int], crew.Crew]) -> None:
     team = make(3)
 
