@@ -29,8 +29,6 @@ MASTER = "fp32"
 MODULE = "module"
 """The module's copy, with which the model computes: 16-bit under mixed precision."""
 
-EXCLUDED = "exclude_frozen_parameters"
-"""DeepSpeed's option to save no frozen parameters; part of a remark on the checkpoint."""
 NEWER_COPIES = "the module's copies are newer than the masters (ZenFlow)"
 """Note for the user where ``Checkpoint.has_newer_copies`` is set."""
 UNKNOWN_GROUP = -1
@@ -401,6 +399,8 @@ class Checkpoint:
     """Whether trained parameters have masters and nothing records the type that the module computes in."""
     tells_buffers: bool = True
     """Whether the files distinguish buffers from frozen parameters."""
+    excludes_frozen: bool = False
+    """Whether the frozen parameters were not saved (DeepSpeed's ``exclude_frozen_parameters``)."""
     mesh: DeviceMesh | None = None
     """The mesh of DTensors; None for other formats."""
     unsharded: frozenset[str] = frozenset()

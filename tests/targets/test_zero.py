@@ -569,3 +569,10 @@ def test_keys_of_the_client_state_that_are_no_text_are_kept(
     assert {key: found.get(key) for key in client} == client
     report = ckpttool.consolidate(root, tmp_path / "states", to="safetensors", optimizer=True)
     assert "not kept: 7 of the client state, which JSON cannot hold" in report.notes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16-trainer", "zero3-dp2-bf16-trainer", "zero3-dp2-bf16-without-frozen"])
+def test_an_output_excludes_frozen_parameters_as_its_source_does(name: str, stage: int, tmp_path: Path) -> None:
+    ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=2, stage=stage)
+    assert ckpttool.inspect(tmp_path / "out").excludes_frozen == name.endswith("without-frozen")

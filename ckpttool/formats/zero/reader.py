@@ -25,7 +25,6 @@ from ckpttool.formats.zero.open_files import agreed_facts, mixed_types, read_zer
 from ckpttool.formats.zero.partitions import Partitions, check_agreement, check_same_group
 from ckpttool.messages import brief
 from ckpttool.model import (
-    EXCLUDED,
     MASTER,
     MODULE,
     NEWER_COPIES,
@@ -80,6 +79,8 @@ class ModelPart(NamedTuple):
     """Compute dtype of the module."""
     remarks: list[str]
     """Remarks for the user."""
+    excludes_frozen: bool
+    """Whether the frozen parameters were not saved."""
 
 
 def read_model_rank(
@@ -138,6 +139,7 @@ def read_model_rank(
             *_untied(files, others, buffer_names),
             *_zenflow_remarks(files),
         ],
+        excluded,
     )
 
 
@@ -146,7 +148,7 @@ def _lost_remarks(lost: Sequence[str], *, excluded: bool) -> list[str]:
     names = f"{', '.join(lost[:5])}{', ...' if len(lost) > 5 else ''}"
     if not excluded:
         return [f"frozen parameters were not saved at stage 3 before DeepSpeed 0.9.1: {names}"] if lost else []
-    left_out = f"were left out when it was saved ({EXCLUDED})"
+    left_out = "were left out when it was saved (exclude_frozen_parameters)"
     if lost:
         return [f"frozen parameters {left_out}: {names}"]
     return [f"frozen parameters, if there were any, {left_out}"]
@@ -402,6 +404,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         loss_scaler=files.states(0).values.get("loss_scaler") if files.optimizer else _scaler(first),
         replicas=(*whole.replicas, *replicas),
         has_newer_copies=zenflow(first) and files.stage != 3,
+        excludes_frozen=whole.excludes_frozen,
         files=_with_stages(found, layers),
         notes=(
             *found.notes,

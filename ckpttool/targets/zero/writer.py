@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.model import EXCLUDED, MASTER
+from ckpttool.model import MASTER
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks
 from ckpttool.storage import LATEST
@@ -138,8 +138,8 @@ class ModelFiles:
         module = self._shared(file) if shared else OrderedDict()
         # A weights-only source does not record frozen parameters: the engine must find all parameters in the module.
         # If the source excludes frozen parameters, the list must be absent too.
-        known = bool(frozen) or not any(EXCLUDED in remark for remark in checkpoint.remarks)
-        lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and bool(checkpoint.groups) and known
+        known = bool(checkpoint.groups) and not checkpoint.excludes_frozen
+        lists_frozen = self._groups.shape.stage >= (2 if shared else 3) and known
         step = {"skipped_steps": checkpoint.skipped_steps, "global_steps": checkpoint.step or 0}
         if checkpoint.samples is not None:  # DeepSpeed computes a missing count
             step["global_samples"] = checkpoint.samples
