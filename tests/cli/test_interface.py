@@ -456,7 +456,7 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("rtol", lambda untyped, out: untyped.diff(ZERO3, ZERO3, rtol=-1.0)),
         ("keep_last", lambda untyped, out: untyped.prune(out, keep_last=0)),
         ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
-        ("keep_best", lambda untyped, out: format_best("loss")),
+        ("keep_best", lambda untyped, out: format_best("loss")),  # type: ignore[arg-type]
         ("keep_for", lambda untyped, out: untyped.prune(out, keep_for="a while")),
         ("thin", lambda untyped, out: untyped.prune(out, thin="fp16")),
         ("thin_every", lambda untyped, out: untyped.prune(out, thin_every=0)),
