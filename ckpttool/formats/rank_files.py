@@ -12,6 +12,7 @@ import math
 import posixpath
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.containers.torch_file import read_torch_file
@@ -271,6 +272,8 @@ class _Reading:
         self.replicas: list[Replica] = []
         self.remarks: list[str] = []
         self.left_out = ""
+        self._tables: dict[int, tuple[TensorRef, list[int]]] = {}
+        """Elements of meshes that were read, by identity."""
 
     def open(self, name: str, kind: str, rank: int) -> _RankFile:
         """Open a file and read its pickle."""
@@ -310,7 +313,7 @@ class _Reading:
         """
         if isinstance(value, TensorRef):
             return _Part(file, value)
-        found = dtensor_of(file.torch.path, name, value, file.integers)
+        found = dtensor_of(file.torch.path, name, value, partial(self._integers, file))
         if found is None:
             return None
         if found.mesh.rank != rank:
@@ -324,6 +327,13 @@ class _Reading:
             problem = f"holds {list(found.local.shape)} of {name}, not {expected} of {list(found.shape)}"
             raise LayoutError(file.torch.path, problem, "save it with another layout: torch wrote it wrong")
         return _Part(file, found)
+
+    def _integers(self, file: _RankFile, ref: TensorRef) -> list[int]:
+        """Return the elements of a mesh, which all tensors of a file share."""
+        kept = self._tables.get(id(ref))
+        if kept is None or kept[0] is not ref:
+            kept = self._tables[id(ref)] = ref, file.integers(ref)
+        return kept[1]
 
     def merge(self, name: str, parts: Sequence[_Part]) -> State:
         """Return the whole tensor.

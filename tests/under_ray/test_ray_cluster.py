@@ -193,6 +193,15 @@ def test_files_of_fsdp_give_the_bytes_of_a_local_conversion(
 
 
 @pytest.mark.usefixtures("cluster")
+def test_files_of_fsdp_give_the_bytes_of_a_local_consolidation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_tasks(monkeypatch, 1001)
+    for ray in (None, True):
+        run = HERE / "fsdp" / "torch2.9.1-hsdp-4" / "verl"
+        ckpttool.consolidate(run, tmp_path / str(ray), to="safetensors", dtype="bf16", ray=ray)
+    assert files_in(tmp_path / "True") == files_in(tmp_path / "None")
+
+
+@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(("here", "there"), [("disk", "bucket"), ("bucket", "disk"), ("bucket", "bucket")])
 def test_buckets_give_the_same_bytes(
     here: str, there: str, weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy,
