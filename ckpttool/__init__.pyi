@@ -43,6 +43,7 @@ from ckpttool.errors import ContainerError as ContainerError
 from ckpttool.errors import LayoutError as LayoutError
 from ckpttool.errors import LinkError as LinkError
 from ckpttool.errors import PlanError as PlanError
+from ckpttool.errors import ProofError as ProofError
 from ckpttool.errors import PruneError as PruneError
 from ckpttool.errors import StorageError as StorageError
 from ckpttool.errors import TruncatedError as TruncatedError
@@ -54,6 +55,9 @@ from ckpttool.integrations.deepspeed.load import load as load
 from ckpttool.integrations.deepspeed.manager import CheckpointManager as CheckpointManager
 from ckpttool.integrations.deepspeed.report import LoadReport as LoadReport
 from ckpttool.integrations.deepspeed.report import SaveReport as SaveReport
+from ckpttool.integrations.proof import Proof as Proof
+from ckpttool.integrations.proof import live_digest as live_digest
+from ckpttool.integrations.proof import prove as prove
 from ckpttool.integrations.torch.rng import derive_rng_state as derive_rng_state
 from ckpttool.integrations.torch.rng import rng_state as rng_state
 from ckpttool.integrations.torch.rng import set_rng_state as set_rng_state
@@ -68,6 +72,8 @@ from ckpttool.model import ParamGroup as ParamGroup
 from ckpttool.model import Replica as Replica
 from ckpttool.model import State as State
 from ckpttool.model import Topology as Topology
+from ckpttool.model.state_digest import StateDigest as StateDigest
+from ckpttool.model.state_digest import TensorDigest as TensorDigest
 from ckpttool.saving.coordination import RankError as RankError
 from ckpttool.storage.base import Storage as Storage
 from ckpttool.storage.base import StorageSpec as StorageSpec

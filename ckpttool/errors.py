@@ -10,6 +10,7 @@
     * LayoutError     the files are sound but do not form a checkpoint, or contradict each other
     * PlanError       this checkpoint cannot give the requested output
         * ArgumentError   an argument is wrong, whatever the checkpoint; a ``ValueError`` as well
+    * ProofError      the live state of a run is not what was saved
 
 Each error names the file, the problem and the next step, and prints as one line.
 """
@@ -94,3 +95,13 @@ class PlanError(CkptError):
 
 class ArgumentError(PlanError, ValueError):
     """An argument is wrong, whatever the checkpoint; its ``path`` is the argument's name."""
+
+
+class ProofError(CkptError):
+    """The live state of a run is not what was saved: a tensor, a number or a hyper-parameter differs.
+
+    Attributes:
+        mismatches: Every part that differs, as text; the first one is in the message.
+    """
+
+    mismatches: Sequence[str] = ()

@@ -1,43 +1,48 @@
-"""``digest``: a hash of names, shapes and values, independent of stage, world size and format."""
+"""``digest``: digests of all tensors, and of the checkpoint, independent of stage, world size and format."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ckpttool import digests
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
+from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP
 from ckpttool.model.selection import WEIGHTS, Content, contents
+from ckpttool.model.state_digest import StateDigest, TensorDigest, canonical
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.units import Advance
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Digests of a checkpoint, as "sha256:" and 64 hexadecimal digits.
+    """Digests of a checkpoint.
 
     Values narrower than fp32 are widened first, which is exact: weights of equal value (except zeros of different sign)
     have one digest, whatever their dtype.
     """
 
     weights: str
-    """Digest of all parameters and buffers, with their names and shapes."""
+    """Digest of all parameters and buffers, with their names and shapes: "sha256:" and 64 hexadecimal digits, the hash
+    of the digests of all tensors."""
     optimizer: str | None
     """Digest of all optimizer states, with their names and shapes; None if there are none."""
+    tensors: Mapping[str, Mapping[str, TensorDigest]] = field(default_factory=dict, compare=False, repr=False)
+    """Digest of each tensor, by state ("weights", "module", "exp_avg") and name; see ``docs/digest.md``."""
 
 
 def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Digest:
@@ -52,12 +57,22 @@ def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Dig
         StorageError: Reading failed, or a file changed meanwhile.
     """
     held = contents(checkpoint)
-    weights = [c for c in held if c.key == WEIGHTS]
+    found = tensor_digests(checkpoint, [*held, *module_copies(checkpoint)], jobs=jobs, advance=advance)
     optimizer = [c for c in held if c.key != WEIGHTS]
+    tensors: dict[str, dict[str, TensorDigest]] = {}
+    for c in (*held, *module_copies(checkpoint)):
+        tensors.setdefault(c.key, {})[c.name] = found[c.key, c.name]
     return Digest(
-        digest_of(checkpoint, weights, jobs=jobs, advance=advance),
-        digest_of(checkpoint, optimizer, jobs=jobs, advance=advance) if optimizer else None,
+        _joined({(c.key, c.name): found[c.key, c.name] for c in held if c.key == WEIGHTS}),
+        _joined({(c.key, c.name): found[c.key, c.name] for c in optimizer}) if optimizer else None,
+        tensors,
     )
+
+
+def module_copies(checkpoint: Checkpoint) -> list[Content]:
+    """Return the copies that the module computes with, of the parameters that have masters too."""
+    trained = [p for p in checkpoint.parameters if MODULE in p.states and MASTER in p.states]
+    return [Content(p.name, MODULE, p.states[MODULE]) for p in trained]
 
 
 def digest_of(
@@ -66,9 +81,20 @@ def digest_of(
     *,
     jobs: int | None,
     dtypes: Mapping[str, str] | None = None,
-    advance: Advance = lambda _: None,
 ) -> str:
-    """Return the digest of some tensors.
+    """Return one digest of some tensors; arguments and errors as for ``tensor_digests``."""
+    return _joined(tensor_digests(checkpoint, tensors, jobs=jobs, dtypes=dtypes))
+
+
+def tensor_digests(
+    checkpoint: Checkpoint,
+    tensors: Sequence[Content],
+    *,
+    jobs: int | None,
+    dtypes: Mapping[str, str] | None = None,
+    advance: Advance = lambda _: None,
+) -> dict[tuple[str, str], TensorDigest]:
+    """Return the digests of some tensors, by state and name.
 
     Args:
         checkpoint: The checkpoint.
@@ -76,32 +102,94 @@ def digest_of(
         jobs: Threads.
         dtypes: Dtypes to cast tensors to first, by name, to compute the digest of an output in those dtypes.
         advance: Called with the number of bytes read since the last call.
+
+    Raises:
+        StorageError: Reading failed, or a file changed meanwhile.
     """
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
-            parts = sorted(results)
+            found = dict(results)
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()
-    return "sha256:" + hashlib.sha256(b"".join(parts)).hexdigest()
+    return found
 
 
-def _one(sources: Sources, content: Content, dtype: str | None, advance: Advance) -> bytes:
-    """Return the digest of one tensor: of its role, name, kind and shape, then its values in C order."""
+def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> StateDigest:
+    """Return what a proof compares with the live state, from the files of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        share: Number of this rank, and number of ranks: each digests a share of the tensors.
+
+    Raises:
+        StorageError: Reading failed, or a file changed meanwhile.
+    """
+    rank, ranks = share
+    held = [*contents(checkpoint), *module_copies(checkpoint)]
+    tensors: dict[str, dict[str, TensorDigest]] = {}
+    numbers: dict[str, dict[str, float]] = {}
+    parameters = {p.name: p for p in checkpoint.parameters}
+    with_number = [c for c in held if c.name in parameters and _is_number(c, parameters[c.name])]
+    plain = [_named_as_live(c, parameters) if checkpoint.native else c for c in held if c not in with_number]
+    found = tensor_digests(checkpoint, plain[rank::ranks], jobs=None)
+    for c in plain[rank::ranks]:
+        tensors.setdefault(c.key, {})[c.name] = found[c.key, c.name]
+    if with_number:
+        files = source_files(checkpoint)
+        with Sources(files, checks_for(files, checkpoint, "read")) as sources:
+            for c in with_number:
+                for _, values in StateReader(sources).chunks(c.state):
+                    numbers.setdefault(c.key, {})[c.name] = float(values[0])
+    for group in checkpoint.groups:
+        for name in group.parameters:
+            for key, scalar in group.scalars.items():
+                numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
+    counters = {"global_steps": checkpoint.step, "global_samples": checkpoint.samples}
+    counters["skipped_steps"] = checkpoint.skipped_steps if checkpoint.native else None
+    state = checkpoint.scheduler if isinstance(checkpoint.scheduler, Mapping) else {}
+    return StateDigest(
+        tensors=tensors,
+        numbers=numbers,
+        groups=[{k: canonical(v) for k, v in group.hyperparameters.items()} for group in checkpoint.groups],
+        group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
+        values={name: canonical(value) for name, value in counters.items() if value is not None}
+        | {f"scheduler.{key}": canonical(value) for key, value in state.items()},
+    )
+
+
+def _named_as_live(content: Content, parameters: Mapping[str, Parameter]) -> Content:
+    """Return a tensor under the state that it is of, where the files hold masters without the names of parameters."""
+    own = parameters.get(content.name)
+    unnamed = own is not None and own.group == UNKNOWN_GROUP and MASTER not in own.states
+    return replace(content, key=MODULE) if unnamed and content.key == WEIGHTS else content
+
+
+def _is_number(content: Content, parameter: Parameter) -> bool:
+    """Return whether a state is one number for a parameter, such as a step."""
+    shape = content.state.shape
+    return content.state.numel == 1 and len(shape) < 2 and (content.key == "step" or shape != parameter.shape)
+
+
+def _joined(found: Mapping[tuple[str, str], TensorDigest]) -> str:
+    """Return the hash of names and digests."""
+    widened = {c: one._replace(dtype=digests.kind_of(one.dtype)) for c, one in found.items()}
+    lines = sorted(f"{key}\0{name}\0{one}\n" for (key, name), one in widened.items())
+    return "sha256:" + hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _one(
+    sources: Sources, content: Content, dtype: str | None, advance: Advance
+) -> tuple[tuple[str, str], TensorDigest]:
+    """Return the digest of one tensor with its state and name."""
     state = content.state
-    written = dtype or state.dtype
-    kind = "F32" if written in {"F32", "F16", "BF16"} else written
-    head = "\0".join([content.key, content.name, kind, ",".join(map(str, state.shape)), ""])
-    sha = hashlib.sha256(head.encode("utf-8", "surrogatepass"))
-    for _, values in StateReader(sources).chunks(state):
+    written, parts = dtype or state.dtype, []
+    for first, values in StateReader(sources).chunks(state):
         advance(values.nbytes)
-        if state.dtype != written:
-            values = cast(values, written)
-        if kind != written:
-            values = cast(values, kind)
-        sha.update(np.ascontiguousarray(values).view(np.uint8).data)
-    return sha.digest()
+        parts.append(digests.digest(values if state.dtype == written else cast(values, written), first))
+    one = TensorDigest(written, state.shape, digests.add(*parts))
+    return (content.key, content.name), one
 
 
 HINT = "a disk or memory may be failing: try again, and report it if it happens again"

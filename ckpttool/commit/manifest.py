@@ -81,6 +81,9 @@ class Manifest:
     thin: str = ""
     """Type of the weights ("bf16", "fp32") if ``prune`` has removed the optimizer states; "" for a whole checkpoint."""
 
+    digests: Mapping[str, Any] | None = None
+    """Digests of the live state at the save (``StateDigest.to_json``); None if the save took none."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
@@ -225,6 +228,7 @@ def parse_manifest(data: bytes) -> Manifest:
         batch={str(name): int(size) for name, size in found.get("batch", {}).items()},
         provenance=_provenance(found.get("provenance", {})),
         thin=_thin(found.get("thin", "")),
+        digests=_digests(found.get("digests")),
     )
 
 
@@ -257,6 +261,17 @@ def _thin(dtype: object) -> str:
     if dtype not in {"", *TRAINING_DTYPES}:
         raise ValueError("not a type of weights")
     return str(dtype)
+
+
+def _digests(found: Any) -> dict[str, Any] | None:
+    """Return the digests of a state as they were saved; they are parsed where they are compared.
+
+    Raises:
+        ValueError: They are not a mapping.
+    """
+    if found is not None and not isinstance(found, Mapping):
+        raise ValueError("not a mapping")
+    return None if found is None else dict(found)
 
 
 def _checksums(values: Mapping[str, Any]) -> Checksums:

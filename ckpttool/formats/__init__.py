@@ -325,6 +325,7 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
         optimizer=manifest.optimizer,
         metrics=manifest.metrics,
         provenance=manifest.provenance,
+        digests=manifest.digests,
     )
 
 

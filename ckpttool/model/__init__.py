@@ -377,6 +377,8 @@ class Checkpoint:
     """Class of the optimizer and its switches, from the manifest; "" without one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the train loop in the manifest."""
+    digests: Mapping[str, Any] | None = field(default=None, repr=False)
+    """Digests of the live state at the save, from the manifest (``StateDigest.to_json``); None without them."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the run, from the manifest: git revision, command, the checkpoint it was restored from."""
     thin: bool = False

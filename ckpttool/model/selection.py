@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE
+from ckpttool.model.state_digest import WEIGHTS as WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ckpttool.model import Checkpoint, State
-
-WEIGHTS = "weights"
-"""A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

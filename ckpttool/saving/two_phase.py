@@ -24,6 +24,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import tag_in
+from ckpttool.model.state_digest import merge
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
 from ckpttool.saving.coordination import RankError
@@ -31,13 +32,15 @@ from ckpttool.saving.files import HashedFile, put_new
 from ckpttool.storage import LATEST, MANIFEST, MARK, find_text, is_linked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
+MOST_WARNINGS = 5
+"""Most warnings of a save about an inconsistent state."""
 SPACE_FACTOR = 1.02
 """Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 
@@ -86,6 +89,7 @@ def save(
     *,
     timeout: float,
     failed: CkptError | None = None,
+    digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
 
@@ -98,6 +102,8 @@ def save(
         files: The files of this rank.
         timeout: Seconds that a rank may lag.
         failed: Error of this rank that makes the save fail.
+        digests: Returns this rank's digests of its state, for ``model.state_digest.merge``, after its files are
+            written; None without.
 
     Raises:
         RankError: A rank failed or sent no message in time; nothing was committed.
@@ -115,7 +121,7 @@ def save(
         attempt = ranks.agree(
             claim.directory, offer, lambda offers: _begin(storage, root, claim, request, offers), timeout=timeout
         )
-        written = _write(storage, root, ranks, claim, request, files, attempt)
+        written = _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()}
         fields = ranks.agree(
             claim.directory,
             written,
@@ -208,7 +214,9 @@ def _finish(
         claim.check()
         named = find_text(storage, latest)
         fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, root, named, request)
-        manifest = Manifest(**fields, files=files).to_json(request.sign_key)
+        manifest = Manifest(**fields, files=files, digests=_merged([result["digests"] for result in results])).to_json(
+            request.sign_key
+        )
         put_new(storage, posixpath.join(claim.directory, MANIFEST), manifest)
         # A process that takes over first replaces the marker, then looks for a manifest.
         claim.check()
@@ -226,6 +234,17 @@ def _finish(
         raise
     claim.commit()  # the checkpoint is committed even if this fails
     return fields
+
+
+def _merged(messages: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Merge the digests of all ranks; None if a rank has none."""
+    own = [message for message in messages if message is not None]
+    if len(own) < len(messages):
+        return None
+    found, problems = merge(own)
+    for problem in problems[:MOST_WARNINGS]:
+        LOG.warning("the saved state is inconsistent: %s", problem)
+    return found.to_json()
 
 
 def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, Any]:

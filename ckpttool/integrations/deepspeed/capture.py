@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
-    from ckpttool.saving.files import OutgoingFile
+    from ckpttool.saving.files import OutgoingFile, Payload
 
 
 LOG = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ class CapturedFiles:
     """Scratch directory with some of the files; "" without one."""
     unknown: dict[str, list[str]] = field(default_factory=dict)
     """By file: classes of its objects that a restore builds only with ``allow``."""
+    memory: list[tuple[int, Payload]] = field(default_factory=list)
+    """Address of each captured storage, and the payload that holds its bytes until ``release``."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -89,6 +91,7 @@ class CapturedFiles:
     def release(self) -> None:
         """Release the files and the scratch directory."""
         self.files.clear()
+        self.memory.clear()
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
@@ -156,6 +159,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
         self.captured.files.append(ArchiveFile(name, pickled.structure, payloads))
+        self.captured.memory += [(storage.address, payloads[key]) for key, storage in storages.items()]
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Not supported: a save loads nothing."""

@@ -250,7 +250,7 @@ class Folders:
         options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._options.allow)
         agree = partial(agree_on_all_ranks, self.ranks, checkpoint.location, timeout=self._timeout)
         try:
-            report = restore_engine(engine, checkpoint, options, agree)
+            report = restore_engine(engine, checkpoint, options, agree, self.ranks)
         except CkptError as error:
             hint = _hint_for_frameworks(error.hint)
             raise type(error)(error.path, error.problem, hint, error.options) from error

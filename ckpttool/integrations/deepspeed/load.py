@@ -18,23 +18,27 @@ from ckpttool.formats import open_checkpoint, opening_options, source_paths, sou
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
     drop_gradients,
+    has_optimizer,
     inspect_engine,
     keeps_loss_scale,
     micro_batches,
     warn_of,
 )
+from ckpttool.integrations.deepspeed.live_state import engine_state, is_provable
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.integrations.proof import Proof, prove_state
 from ckpttool.integrations.torch.collectives import (
     Agree,
     agree_on_all_ranks,
     check_on_all_ranks,
     open_together,
 )
+from ckpttool.integrations.torch.live import LiveState, values_of
 from ckpttool.model import MASTER, MODULE
-from ckpttool.saving.coordination import agree_to_begin
+from ckpttool.saving.coordination import Ranks, agree_to_begin
 from ckpttool.saving.provenance import note_restored
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ def load(  # noqa: PLR0913  public API
     check: Check = "read",
     trust_names: bool = False,
     allow: Collection[str] = (),
+    prove: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadReport:
     """Load a checkpoint into a DeepSpeed engine with any number of ranks and any ZeRO stage.
@@ -97,12 +102,15 @@ def load(  # noqa: PLR0913  public API
         trust_names: As for ``inspect``.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
             tensors, numpy arrays, paths and dates are always built.
+        prove: Whether to digest the live state after the load, in place, and compare it with what was saved; see
+            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         timeout: Seconds that a rank may lag.
 
     Returns:
         A report of the restored state; its ``client_state`` is the state saved by the user's code.
 
     Raises:
+        ProofError: With ``prove``, the live state is not what was saved; on every rank, after the load.
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)
@@ -114,6 +122,7 @@ def load(  # noqa: PLR0913  public API
         dry_run=dry_run,
         memory=memory,
         check=check,
+        prove=prove,
         allow=tuple(allow),
     )
     began = time.perf_counter()
@@ -139,7 +148,7 @@ def load(  # noqa: PLR0913  public API
         timeout=timeout,
     )
     agree = partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout)
-    return replace(restore_engine(engine, checkpoint, options, agree), seconds=time.perf_counter() - began)
+    return replace(restore_engine(engine, checkpoint, options, agree, ranks), seconds=time.perf_counter() - began)
 
 
 def _named(src: Source) -> str:
@@ -150,7 +159,7 @@ def _named(src: Source) -> str:
         return repr(src)[:200]
 
 
-def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> LoadReport:
+def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree, ranks: Ranks) -> LoadReport:
     """Load an open checkpoint; call it on every rank with the same checkpoint.
 
     Args:
@@ -158,8 +167,10 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         checkpoint: The checkpoint; all reads use its ``storage``.
         options: What to restore, and how to read.
         agree: Raises an error of any rank on all ranks, between reading and loading.
+        ranks: The ranks that take part.
 
     Raises:
+        ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
     began = time.perf_counter()
@@ -189,7 +200,45 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         client_state = _inject(live, prepared, client_state, options)
         note_restored(engine, checkpoint)
     report = _report(live, prepared, client_state, options, time.perf_counter() - began)
-    return replace(report, rank_state=own, rank_states=states)
+    report = replace(report, rank_state=own, rank_states=states)
+    wanted = options.prove
+    if wanted is None:
+        wanted = checkpoint.digests is not None and engine.device.type != "cpu" and is_provable(live)
+    if wanted and not options.dry_run:
+        report = replace(report, proof=_prove(live, prepared, report, ranks))
+    return report
+
+
+def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadReport, ranks: Ranks) -> Proof:
+    """Prove the state that a load has restored.
+
+    Raises:
+        ProofError: It is not what was saved; on every rank.
+    """
+    checkpoint, fitted = prepared.checkpoint, prepared.fitted
+    without = {"module"} if live.dtype != checkpoint.dtype else set()
+    without |= set() if report.scheduler else {"scheduler"}
+    without |= set() if report.loss_scale else {"loss_scale"}
+    without |= {"groups"} if report.groups_kept else set()
+    without |= set() if report.rank_state is not None else {"rank_state"}
+    if not has_optimizer(live.optimizer) and live.dtype != "F32":
+        without.add("weights")  # of a model that is only run, and rounds them
+
+    def subject() -> LiveState:
+        state = engine_state(inspect_engine(live.engine))  # anew: the load has changed its hyper-parameters
+        values = {**state.values, **(values_of("client_state", report.client_state) if ranks.rank == 0 else {})}
+        own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
+        return replace(state, values=values, own=own)
+
+    return prove_state(
+        subject,
+        checkpoint,
+        ranks,
+        weights_only=report.weights_only or not report.optimizer,
+        without=without,
+        without_names={*report.unexpected, *(() if fitted is None else fitted.fresh)},
+        timeout=TIMEOUT,
+    )
 
 
 def _inject(

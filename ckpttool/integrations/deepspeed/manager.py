@@ -22,7 +22,7 @@ from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
 from ckpttool.formats import open_whole, opening_options
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
+    from ckpttool.integrations.deepspeed.live_state import SavedDigests
     from ckpttool.integrations.deepspeed.report import LoadReport
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
@@ -309,18 +310,19 @@ class CheckpointManager:
             scratch_root=self.root if self._storage is LOCAL else None,
             own_files=own_files,
         )
+        digests = _digests_of(engine, captured, ranks, client_state, rank_state, exclude_frozen=exclude_frozen)
         if self._checked is None or self._checked() is not engine:
             self._check_restorable(
                 engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
             )
         if not self.saves_in_background:
-            report = self._write(root, ranks, request, captured, began, None)
+            report = self._write(root, ranks, request, captured, digests, began, None)
             if report.error is not None:
                 raise report.error
             return report
         stall = time.perf_counter() - began
         try:
-            self._background.start(lambda: self._write(root, ranks, request, captured, began, stall).error)
+            self._background.start(lambda: self._write(root, ranks, request, captured, digests, began, stall).error)
         except RuntimeError as error:
             captured.release()
             problem = f"was not saved: the program is ending ({error})"
@@ -352,6 +354,7 @@ class CheckpointManager:
         dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
+        prove: bool | None = None,
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may have changed.
 
@@ -368,6 +371,7 @@ class CheckpointManager:
             dry_run: As for ``ckpttool.load``: ``restored`` gets the report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
+            prove: As for ``ckpttool.load``.
 
         Returns:
             The client state of the checkpoint; None without a checkpoint. ``restored`` has the report.
@@ -381,6 +385,7 @@ class CheckpointManager:
             optimizer=optimizer,
             scheduler=scheduler,
             dry_run=dry_run,
+            prove=prove,
             allow=self._allow,
         )
         return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
@@ -459,8 +464,8 @@ class CheckpointManager:
                     first, thin = first or thin_error(checkpoint), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
-                report = restore_engine(engine, checkpoint, options, agree)
-            except (PlanError, LinkError, RankError):
+                report = restore_engine(engine, checkpoint, options, agree, ranks)
+            except (PlanError, LinkError, RankError, ProofError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
                 if not fall_back:
@@ -502,9 +507,17 @@ class CheckpointManager:
         return found
 
     def _write(
-        self, root: str, ranks: Ranks, request: Request, captured: CapturedFiles, began: float, stall: float | None
+        self,
+        root: str,
+        ranks: Ranks,
+        request: Request,
+        captured: CapturedFiles,
+        digests: SavedDigests | None,
+        began: float,
+        stall: float | None,
     ) -> SaveReport:
         """Write the captured state; never raises."""
+        digested = _Digesting(digests)
         before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
         try:
@@ -514,7 +527,16 @@ class CheckpointManager:
             if names := list(dict.fromkeys(name for classes in unknown for name in classes)):
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             request = replace(request, sidecars=captured.root_files, sign_key=self._key)
-            save(self._storage, root, ranks, request, captured.files, failed=captured.failed, timeout=self._timeout)
+            save(
+                self._storage,
+                root,
+                ranks,
+                request,
+                captured.files,
+                failed=captured.failed,
+                timeout=self._timeout,
+                digests=digested.result,
+            )
         except CkptError as failed:
             error = failed
         except Exception as failed:
@@ -522,6 +544,7 @@ class CheckpointManager:
             path = posixpath.join(root, request.tag)
             error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
         finally:
+            digested.result()
             captured.release()
         seconds = time.perf_counter() - began
         retries = self._storage.retries.count - before
@@ -604,6 +627,57 @@ def _skip_meeting() -> None:
         from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
         ranks_of_process_group(MEETING)
+
+
+def _digests_of(
+    engine: Any,
+    captured: CapturedFiles,
+    ranks: Ranks,
+    client_state: Mapping[str, Any],
+    rank_state: Any,
+    *,
+    exclude_frozen: bool,
+) -> SavedDigests | None:
+    """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
+    from ckpttool.integrations.deepspeed.engine import inspect_engine
+    from ckpttool.integrations.deepspeed.live_state import SavedDigests, engine_state
+    from ckpttool.integrations.torch.live import values_of
+
+    try:
+        state = engine_state(inspect_engine(engine))
+        # Every rank passes the same client state, and the first one's counts.
+        values = {**state.values, **(values_of("client_state", client_state) if ranks.rank == 0 else {})}
+        own = {} if rank_state is None else values_of("rank_state", rank_state)
+        frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad} if exclude_frozen else set()
+        pieces = [piece for piece in state.pieces if piece.name not in frozen]
+        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank)
+    except Exception as error:  # the save does not depend on it
+        LOG.debug("no digests of the state are recorded: %s: %s", type(error).__name__, error)
+        return None
+
+
+class _Digesting:
+    """Computes digests in a thread of its own, while another one writes the files.
+
+    Args:
+        digests: The digests; None without.
+    """
+
+    def __init__(self, digests: SavedDigests | None) -> None:
+        self._found: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, args=(digests,), name="ckpttool-digest", daemon=True)
+        self._thread.start()
+
+    def _run(self, digests: SavedDigests | None) -> None:
+        try:
+            self._found = None if digests is None else digests.message()
+        except Exception:
+            LOG.exception("no digests of the state are recorded")
+
+    def result(self) -> dict[str, Any] | None:
+        """Wait for the digests; None without, or if they failed."""
+        self._thread.join()
+        return self._found
 
 
 def _discard(value: object) -> None:

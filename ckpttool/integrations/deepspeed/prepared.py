@@ -28,6 +28,8 @@ class LoadOptions:
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
+    prove: bool | None = None
+    """Whether to prove the state after the load; None where the save recorded digests and they are cheap to compare."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
 
@@ -38,7 +40,7 @@ class LoadOptions:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, for ``agree_to_begin``."""
-        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check")
+        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove")
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property

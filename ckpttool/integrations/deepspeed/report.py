@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from ckpttool.errors import CkptError
+    from ckpttool.integrations.proof import Proof
     from ckpttool.model import Topology
 
 
@@ -72,6 +73,8 @@ class LoadReport:
     """Wall time."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
     """State that the user's code saved with the checkpoint."""
+    proof: Proof | None = None
+    """The proof that the live state is what was saved; None if it was not asked for."""
     rank_state: Any = field(default=None, compare=False)
     """This rank's ``rank_state`` of the save, if the same ranks saved it; else None."""
     rank_states: Sequence[Any] = field(default=(), repr=False, compare=False)
@@ -137,7 +140,8 @@ class LoadReport:
         lines.append(f"with it: {', '.join(held) or 'only weights'}")
         lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
         lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines if self.proof is None else [*lines, str(self.proof)])
 
 
 def _rng_part(rank_state: Any, key: str | None) -> dict[str, Any]:

@@ -36,8 +36,12 @@ class StorageBytes:
         self._start = start
         self.nbytes = end - start
         self.on_host = storage.device.type == "cpu"
-
         """Whether the bytes are in host memory."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte, on its device."""
+        return int(self._storage.data_ptr()) + self._start
 
     @property
     def tensor(self) -> Any:

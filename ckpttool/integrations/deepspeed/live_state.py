@@ -1,0 +1,290 @@
+"""The live state of a DeepSpeed engine on this rank, as parts of whole tensors, without gathering any.
+
+A save digests the same parts from the bytes that it writes, which are a copy of the state if it runs in the background.
+
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (``update_lp_params``), runtime/bf16_optimizer.py,
+runtime/zero/stage3.py (``set_grad_positions``) and runtime/fp16/fused_optimizer.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpttool import digests
+from ckpttool.dtypes import numpy_dtype
+from ckpttool.errors import PlanError
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, shape_of
+from ckpttool.integrations.torch.live import (
+    LiveState,
+    Piece,
+    number_of,
+    options_of,
+    plain_name,
+    scheduler_values,
+    tensor_text,
+)
+from ckpttool.model import MODULE
+from ckpttool.model.state_digest import WEIGHTS, canonical
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from ckpttool.integrations.deepspeed.capture import CapturedFiles
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.saving.files import Payload
+
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Counters of an engine that a load restores."""
+READ_BYTES = 1 << 24
+"""Bytes of a payload that are digested at once."""
+
+
+def is_provable(live: LiveEngine) -> bool:
+    """Return whether the parts of an engine's state can be located in whole tensors."""
+    stacked = live.engine.has_moe_layers and any(
+        cls.__name__ == "AutoEPMoELayer" for module in live.engine.module.modules() for cls in type(module).__mro__
+    )
+    zenflow = bool(getattr(live.engine, "zenflow", False))  # its module's copies are newer than the masters
+    return live.model is not None and live.topology.tensor_parallel == 1 and not stacked and not zenflow
+
+
+def engine_state(live: LiveEngine) -> LiveState:
+    """Return the live state of an engine on this rank.
+
+    Raises:
+        PlanError: The engine has a form whose parts cannot be located: pipeline or tensor parallelism.
+    """
+    if live.model is None or not is_provable(live):
+        kind = "a pipeline" if live.model is None else "tensor parallelism, stacked experts or ZenFlow"
+        raise PlanError("the engine", f"has {kind}, whose parts cannot be digested in place", "leave out prove")
+    reader = _Reader(live)
+    reader.read_weights()
+    if has_optimizer(live.optimizer):
+        reader.read_optimizer()
+    engine = live.engine
+    values = {name: canonical(getattr(engine, name)) for name in COUNTERS if hasattr(engine, name)}
+    values |= scheduler_values(engine.lr_scheduler)
+    scale = getattr(getattr(live.optimizer, "loss_scaler", None), "cur_scale", None)
+    if live.dtype == "F16" and scale is not None:
+        values["loss_scale"] = canonical(scale, tensor_text)
+    groups = {reader.name_of(name): number for number, names in enumerate(live.model.groups) for name in names}
+    options = [options_of(group) for group in live.hyperparameters]
+    aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
+    pieces = [piece for piece in reader.pieces if piece.key not in reader.unproven]
+    return LiveState(pieces, reader.numbers, options, groups, values, aliases=aliases, unproven=reader.unproven)
+
+
+class SavedDigests:
+    """The digests that a save records, of the bytes that this rank writes; computed by ``message``, in any thread.
+
+    Replicas that another rank writes are left out. Parts that are in no file as they are, are digested at once.
+
+    Args:
+        state: The live state of this rank.
+        captured: The captured files.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, state: LiveState, captured: CapturedFiles, rank: int) -> None:
+        self._memory = sorted(captured.memory, key=lambda held: held[0])
+        self._addresses = [address for address, _ in self._memory]
+        self._digests: list[Callable[[], int]] = []
+        pieces = []
+        for piece in state.pieces:
+            read = self._in_file(piece)
+            if read is None and piece.whole and rank:
+                continue
+            pieces.append(piece)
+            self._digests.append(read or partial(int, piece.digest()))
+        self._state = replace(state, pieces=pieces)
+
+    def _in_file(self, piece: Piece) -> Callable[[], int] | None:
+        """Return a function that digests the captured bytes of a part; None if they were not captured."""
+        tensor = piece.tensor
+        if not tensor.is_contiguous() or not (isinstance(piece.starts, int) or piece.whole):
+            return None
+        index = bisect.bisect_right(self._addresses, tensor.data_ptr()) - 1
+        if index < 0:
+            return None
+        address, payload = self._memory[index]
+        start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
+        if start + nbytes > payload.nbytes:
+            return None
+        first = piece.starts if isinstance(piece.starts, int) else 0
+        return partial(_digest_payload, payload, start, nbytes, numpy_dtype(piece.dtype), first)
+
+    def message(self) -> dict[str, Any]:
+        """Return the digests of this rank as ``LiveState.message`` does."""
+        return self._state.message([digest() for digest in self._digests])
+
+
+def _digest_payload(payload: Payload, start: int, nbytes: int, dtype: Any, first: int) -> int:
+    width = dtype.itemsize
+    parts = []
+    for begin in range(start, start + nbytes, READ_BYTES):
+        values = np.frombuffer(payload.read(begin, min(begin + READ_BYTES, start + nbytes)), dtype=dtype)
+        parts.append(digests.digest(values, first + (begin - start) // width))
+    return digests.add(*parts)
+
+
+def _on_nvme(what: str) -> PlanError:
+    return PlanError("the engine", f"has {what} on NVMe, which are not digested", "leave out prove")
+
+
+class _Reader:
+    """Collects the parts of an engine's state.
+
+    Args:
+        live: The engine.
+    """
+
+    def __init__(self, live: LiveEngine) -> None:
+        self.live = live
+        self.pieces: list[Piece] = []
+        self.numbers: dict[str, dict[str, float]] = {}
+        self.unproven: dict[str, str] = {}
+        self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
+        self._names = {id(p): name for name, p in self._parameters.items()}
+        trained = live.model.groups if live.model is not None else ()
+        self._trained = {self.name_of(name) for names in trained for name in names}
+
+    def name_of(self, name: str) -> str:
+        """Return the name of a parameter in checkpoints, where experts are numbered over all ranks."""
+        found = _EXPERT.fullmatch(name)
+        if not found:
+            return plain_name(name)
+        from deepspeed.utils import groups
+
+        layer = self.live.engine.module.get_submodule(found[1].split(".deepspeed_moe.")[0] + ".deepspeed_moe")
+        local = len(layer.experts.deepspeed_experts)
+        kind = getattr(layer.experts.deepspeed_experts[0], "group_name", None) or self._expert_group(layer)
+        rank = groups._get_expert_parallel_rank(kind)
+        return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
+
+    @staticmethod
+    def _expert_group(layer: Any) -> str:
+        return str(next(p.group_name for p in layer.experts.parameters()))
+
+    def read_weights(self) -> None:
+        """Collect the module's weights, and its buffers."""
+        masters = self.live.partitions_states or bool(self.live.wrapper and self.live.wrapper != OFFLOAD)
+        for name, parameter in self._parameters.items():
+            key = MODULE if masters and name in self._trained else WEIGHTS
+            if not hasattr(parameter, "ds_tensor"):
+                self.pieces.append(Piece(key, name, parameter.data, tuple(parameter.shape), 0))
+                continue
+            own = parameter.ds_tensor
+            if own.status.name != "AVAILABLE":
+                raise _on_nvme("weights")
+            rank = dist.get_rank(parameter.ds_process_group)
+            self._partition(key, name, own.data.reshape(-1), rank * own.ds_numel)
+        for name, buffer in self.live.buffers().items():
+            self.pieces.append(Piece(WEIGHTS, plain_name(name), buffer.data, tuple(buffer.shape), 0))
+
+    def read_optimizer(self) -> None:
+        """Collect the master weights, and the states of the optimizer."""
+        wrapper, optimizer = self.live.wrapper, self.live.optimizer
+        inner = optimizer.optimizer if wrapper else optimizer
+        if not wrapper:
+            for parameter in (p for group in inner.param_groups for p in group["params"]):
+                if id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)])
+            if any(cls.__name__ == "FusedAdam" for cls in type(inner).__mro__):
+                self._count_by_groups()
+            return
+        for flat, parts in self._flats():
+            if not flat.numel() and parts:
+                raise _on_nvme("optimizer states")
+            for name, start, numel, first in parts:
+                self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
+            self._states(inner.state.get(flat, {}), flat, parts)
+
+    def _count_by_groups(self) -> None:
+        """Give each parameter the largest step of its group: FusedAdam counts in the last one alone.
+
+        Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).
+        """
+        steps = self.numbers.get("step", {})
+        for names in self.live.model.groups if self.live.model is not None else ():
+            own = [name for name in map(self.name_of, names) if name in steps]
+            steps.update(dict.fromkeys(own, max((steps[name] for name in own), default=0.0)))
+
+    def _flats(self) -> Iterator[tuple[Any, list[tuple[str, int, int, int]]]]:
+        """Yield this rank's masters, each with its parts: name, start and elements in it, first of the parameter."""
+        optimizer = self.live.optimizer
+        if self.live.wrapper == "DeepSpeedZeroOptimizer_Stage3":
+            for flat, group in zip(self.live.masters, optimizer.fp16_groups, strict=True):
+                parts, at = [], 0
+                for p in group:
+                    size = int(p.partition_numel())
+                    parts.append((self._names[id(p)], at, size, dist.get_rank(p.ds_process_group) * size))
+                    at += size
+                yield flat, parts
+        elif self.live.partitions_states:
+            old = self.live.wrapper == "BF16_Optimizer"
+            whole = optimizer.bf16_groups if old else optimizer.bit16_groups
+            flats = optimizer.bf16_groups_flat if old else optimizer.bit16_groups_flat
+            cut = optimizer.bf16_partitioned_groups if old else optimizer.parallel_partitioned_bit16_groups
+            groups = optimizer.real_dp_process_group
+            for number, master in enumerate(self.live.masters):
+                own = cut[number][dist.get_rank(groups[number])]
+                yield master, self._overlaps(whole[number], flats[number], own)
+        elif self.live.wrapper == "FP16_Optimizer":
+            for number, group in enumerate(optimizer.fp16_groups):
+                flat = optimizer.fp16_groups_flat[number]
+                places = [(p.data_ptr() - flat.data_ptr()) // flat.element_size() for p in group]
+                parts = [(self._names[id(p)], at, p.numel(), 0) for p, at in zip(group, places, strict=True)]
+                yield optimizer.fp32_groups_flat[number], parts
+        else:
+            for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for p, master in zip(group, masters, strict=True):
+                    yield master, [(self._names[id(p)], 0, p.numel(), 0)]
+
+    def _overlaps(self, group: Sequence[Any], flat: Any, own: Any) -> list[tuple[str, int, int, int]]:
+        """Return the parts of a group's parameters in this rank's partition of their flat buffer.
+
+        Parameters are views of it, wherever DeepSpeed places them: ``_hp_mapping`` is wrong for round-robin gradients.
+        """
+        width = flat.element_size()
+        low = (own.data_ptr() - flat.data_ptr()) // width
+        parts = []
+        for p in group:
+            at = (p.data_ptr() - flat.data_ptr()) // width
+            first, last = max(at, low), min(at + p.numel(), low + own.numel())
+            if first < last:
+                parts.append((self._names[id(p)], first - low, last - first, first - at))
+        return parts
+
+    def _states(self, states: Mapping[str, Any], owner: Any, parts: list[tuple[str, int, int, int]]) -> None:
+        """Collect the states of a master, or of a parameter, for each of its parts."""
+        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
+        for key, value in states.items():
+            number = number_of(key, value, owner)
+            if number is not None:
+                self.numbers.setdefault(key, {}).update({name: number for name, *_ in parts})
+            elif not isinstance(value, torch.Tensor):
+                continue
+            elif value.numel() in {owner.numel(), used}:
+                for name, start, numel, first in parts:
+                    self._partition(key, name, value.detach().reshape(-1)[start : start + numel], first)
+            elif len(parts) == 1 and not self.live.partitions_states:
+                self.pieces.append(Piece(key, parts[0][0], value.detach(), tuple(value.shape), 0))
+            else:
+                self.unproven[key] = "it is not partitioned like the weights"
+
+    def _partition(self, key: str, name: str, values: Any, first: int) -> None:
+        """Add a run of a parameter's elements, without the padding at its end."""
+        shape = shape_of(self._parameters[name])
+        count = max(0, min(len(values), math.prod(shape) - first))
+        self.pieces.append(Piece(key, name, values[:count], shape, first if count else 0))

@@ -1,0 +1,336 @@
+"""Digest the live state of this rank in place: weights, buffers and optimizer states, on the device that has them.
+
+Works with plain torch, DDP, and DTensors of FSDP2 and tensor parallelism, whose parts are digested at their place in
+the whole tensor. The parts of all ranks are then merged: replicas must be equal, and parts must cover each tensor once.
+
+Source: torch 2.13, distributed/tensor (placements and meshes), optim/optimizer.py (``state``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ckpttool import digests
+from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
+from ckpttool.errors import ArgumentError
+from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
+from ckpttool.model import DeviceMesh
+from ckpttool.model.state_digest import WEIGHTS, canonical
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
+_OF_NO_STATE = frozenset({"params", "param_names", "name"})
+"""Keys of a parameter group that are not hyper-parameters."""
+CHUNK_WORDS = 1 << 22
+"""Words that are digested at once on a device."""
+SMALL_ELEMENTS = 16
+"""Most elements of a tensor that is compared as numbers, inside plain data."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """The part of a tensor that this rank has."""
+
+    key: str
+    """State: "weights", "module", "exp_avg"."""
+    name: str
+    """Parameter or buffer."""
+    tensor: torch.Tensor
+    """The elements, on any device."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    starts: tuple[int, ...] | int
+    """Index of the first element in each dimension; or in C order, if the elements are one run."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return bool(self.tensor.numel() == math.prod(self.shape))
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype in safetensors' spelling."""
+        return BY_TORCH_NAME[str(self.tensor.dtype).removeprefix("torch.")].name
+
+    def digest(self) -> int:
+        """Return the digest of its elements."""
+        return digest_tensor(self.tensor, self.starts, self.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveState:
+    """The live state of one rank."""
+
+    pieces: Sequence[Piece]
+    """Its parts of all tensors."""
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``StateDigest.numbers`` of the parameters of which it has a part."""
+    groups: Sequence[Mapping[str, str]] = ()
+    """``StateDigest.groups``."""
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    """``StateDigest.group_of``."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """``StateDigest.values`` that all ranks have in common."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Those of this rank alone."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied parameters, to the names in ``pieces``."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """States that are not digested, such as "momentum_buffer", and why."""
+
+    def message(self, found: Sequence[int] | None = None) -> dict[str, Any]:
+        """Return the digests of this rank as JSON data, for ``merge``.
+
+        Args:
+            found: Digests of the pieces, if they are known.
+        """
+        values = [piece.digest() for piece in self.pieces] if found is None else found
+        return {
+            "pieces": [
+                [p.key, p.name, p.dtype, list(p.shape), str(p.starts), p.tensor.numel(), f"{v:032x}"]
+                for p, v in zip(self.pieces, values, strict=True)
+                if p.tensor.numel() or p.whole
+            ],
+            "numbers": self.numbers,
+            "groups": [dict(options) for options in self.groups],
+            "group_of": dict(self.group_of),
+            "values": dict(self.values),
+            "own": dict(self.own),
+            "aliases": dict(self.aliases),
+            "unproven": dict(self.unproven),
+        }
+
+
+def digest_tensor(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:
+    """Return the digest of a part of a tensor, on the device that has it.
+
+    Args:
+        tensor: The part.
+        starts: As for ``Piece``.
+        shape: Shape of the whole tensor.
+    """
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return 0
+    whole_box = isinstance(starts, tuple) and not all(n == m for n, m in zip(tensor.shape[1:], shape[1:], strict=True))
+    first = starts if isinstance(starts, int) else starts[0] * math.prod(shape[1:]) if starts else 0
+    if tensor.device.type != "cpu":
+        return _on_device(tensor, starts if whole_box and isinstance(starts, tuple) else first, shape)
+    values = as_array(tensor)
+    if whole_box and isinstance(starts, tuple):
+        return digests.digest_box(values, starts, shape)
+    return digests.digest(values.reshape(-1), first)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor on the CPU as an array that shares its memory if it is contiguous."""
+    dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
+    tensor = tensor.detach().contiguous()
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), numpy_dtype(dtype.name))
+    # Two steps: numpy has no bf16, and a 0-dim tensor cannot be seen as bytes.
+    raw: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return raw.view(numpy_dtype(dtype.name)).reshape(tuple(tensor.shape))
+
+
+@cache
+def _factors_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(digests.factors_in_block().view(np.int64)).to(device)
+
+
+def _on_device(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:
+    """Return the digest of a part, computed by integer operations of its device, which wrap around at 2^64."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.dtype in {torch.float16, torch.bfloat16}:
+        flat = flat.float()  # of one part, as the optimizer's step does
+    per_element = max(1, flat.element_size() // 4)
+    words = flat.view(
+        torch.int32 if flat.element_size() >= 4 else {1: torch.uint8, 2: torch.int16}[flat.element_size()]
+    )
+    mask = 0xFFFF if words.dtype == torch.int16 else 0xFFFFFFFF
+    total = [0] * digests.LANES
+    for begin in range(0, len(words), CHUNK_WORDS):
+        wide = words[begin : begin + CHUNK_WORDS].to(torch.int64) & mask
+        places = _places(begin, len(wide), per_element, tensor.shape, starts, shape, flat.device)
+        blocks = places >> 12
+        first = int(blocks.min())
+        of_blocks = digests.factors_of_blocks(first, int(blocks.max()) - first + 1).view(np.int64)
+        factors = torch.from_numpy(of_blocks).to(flat.device)
+        blocks -= first
+        places &= digests.BLOCK_WORDS - 1
+        for lane in range(digests.LANES):
+            coefficients = _factors_on(flat.device)[lane][places] * factors[lane][blocks]
+            total[lane] += int((wide * coefficients).sum())
+    high, low = total[1] & digests.MASK, total[0] & digests.MASK
+    return high << 64 | low
+
+
+def _places(
+    begin: int,
+    count: int,
+    per_element: int,
+    own: Sequence[int],
+    starts: tuple[int, ...] | int,
+    shape: Sequence[int],
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the index in the whole tensor of ``count`` words of a part, from word ``begin`` of the part on."""
+    words = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
+    if isinstance(starts, int):
+        return words + starts * per_element
+    element, within = words // per_element, words % per_element
+    place = torch.zeros_like(element)
+    for dim in reversed(range(len(shape))):
+        place += (element % own[dim] + starts[dim]) * math.prod(shape[dim + 1 :])
+        element = element // own[dim]
+    return place * per_element + within
+
+
+# --------------------------------------------------------------------------------------------------- torch's state
+
+
+def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> LiveState:
+    """Return the live state of a torch model on this rank: plain, DDP, FSDP2, HSDP or tensor-parallel.
+
+    Args:
+        model: ``torch.nn.Module``; wrappers of DDP, ``torch.compile`` and activation checkpointing are left out.
+        optimizer: Its ``torch.optim.Optimizer``; None for the weights alone.
+        scheduler: Its learning-rate scheduler.
+
+    Raises:
+        ArgumentError: The model is not a module, or a tensor is distributed as partial sums.
+    """
+    if not isinstance(model, torch.nn.Module):
+        problem = f"is a {type(model).__name__}, not a torch.nn.Module or a DeepSpeed engine"
+        raise ArgumentError("model", problem, "pass the model that is trained")
+    module = unwrapped(model)
+    state_dict = set(module.state_dict())
+    names: dict[int, str] = {}
+    pieces = []
+    for full, parameter in module.named_parameters():
+        name = plain_name(full)
+        names[id(parameter)] = name
+        pieces.append(piece_of(WEIGHTS, name, parameter))
+    for full, buffer in module.named_buffers():
+        if full in state_dict:
+            pieces.append(piece_of(WEIGHTS, plain_name(full), buffer))
+    every = module.named_parameters(remove_duplicate=False)
+    aliases = {plain_name(n): names[id(p)] for n, p in every if plain_name(n) != names[id(p)]}
+    if optimizer is None:
+        return LiveState(pieces, values=scheduler_values(scheduler), aliases=aliases)
+    numbers: dict[str, dict[str, float]] = {}
+    group_of = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "")
+            if not name:
+                continue
+            group_of[name] = number
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if (found := number_of(key, value, parameter)) is not None:
+                    numbers.setdefault(key, {})[name] = found
+                elif isinstance(value, torch.Tensor):
+                    pieces.append(piece_of(key, name, value))
+    groups = [options_of(group) for group in optimizer.param_groups]
+    return LiveState(pieces, numbers, groups, group_of, scheduler_values(scheduler), aliases=aliases)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the module inside DDP and ``torch.compile``."""
+    while True:
+        inner = next((getattr(model, name) for name in _WRAPPERS if name in getattr(model, "_modules", {})), None)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without those of wrappers around its module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def number_of(key: str, value: Any, parameter: Any) -> float | None:
+    """Return an optimizer state that is one number for a parameter; None for any other state."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dim() > 1:
+        return None
+    if key != "step" and value.shape == parameter.shape:
+        return None
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hyper-parameters of a parameter group as text."""
+    return {key: canonical(value, tensor_text) for key, value in group.items() if key not in _OF_NO_STATE}
+
+
+def scheduler_values(scheduler: Any) -> dict[str, str]:
+    """Return the state of a scheduler as text, by name."""
+    return values_of("scheduler", scheduler.state_dict() if hasattr(scheduler, "state_dict") else {})
+
+
+def values_of(kind: str, state: Any) -> dict[str, str]:
+    """Return the items of plain data as text, by "kind.key"; data of another form as one item."""
+    if not isinstance(state, Mapping):
+        return {kind: canonical(state, tensor_text)}
+    return {f"{kind}.{key}": canonical(value, tensor_text) for key, value in state.items()}
+
+
+def tensor_text(value: Any) -> str | None:
+    """Return a tensor, an array or a number of numpy as text; None for any other object."""
+    if isinstance(value, np.generic):
+        return canonical(value.item())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dim() == 0:
+        return canonical(value.item())
+    if value.numel() <= SMALL_ELEMENTS:
+        return canonical(value.tolist())
+    return f"tensor {list(value.shape)} {digest_tensor(value, 0, tuple(value.shape)):032x}"
+
+
+def piece_of(key: str, name: str, tensor: Any) -> Piece:
+    """Return the part of a tensor that this rank has.
+
+    Raises:
+        ArgumentError: It is a DTensor of partial sums, or its part is not one block.
+    """
+    tensor = tensor.detach()
+    shape = tuple(map(int, tensor.shape))
+    if not hasattr(tensor, "placements"):
+        return Piece(key, name, tensor, shape, 0)
+    mesh = tensor.device_mesh
+    placements = [
+        MeshPlacement(None)
+        if kind.is_replicate()
+        else MeshPlacement(kind.dim, getattr(kind, "split_factor", 0))
+        if hasattr(kind, "dim")
+        else None
+        for kind in tensor.placements
+    ]
+    if None in placements:
+        problem = f"is distributed as {list(tensor.placements)}: partial sums are not a value"
+        raise ArgumentError(name, problem, "digest it after it is reduced")
+    own = DeviceMesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), mesh.device_type, "")
+    ranks = Mesh(own, tuple(mesh.mesh.flatten().tolist()), tuple(mesh.get_coordinate() or ()))
+    block = DTensor(None, shape, tuple(placements), ranks).block()  # type: ignore[arg-type]  # the layout alone
+    local = tensor.to_local()
+    if block is None or block[1] != tuple(local.shape):
+        problem = f"has a part of {list(local.shape)} elements on this rank, which its placements do not explain"
+        raise ArgumentError(name, problem, "report it with the mesh and the placements")
+    return Piece(key, name, local, shape, block[0])
