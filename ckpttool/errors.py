@@ -10,7 +10,7 @@
     * LayoutError     the files are sound but do not form a checkpoint, or contradict each other
     * PlanError       this checkpoint cannot give the requested output
         * ArgumentError   an argument is wrong, whatever the checkpoint; a ``ValueError`` as well
-    * ProofError      the live state of a run is not what was saved
+    * ProofError      the live state of a run differs from the saved one
 
 Each error names the file, the problem and the next step, and prints as one line.
 """
@@ -98,7 +98,7 @@ class ArgumentError(PlanError, ValueError):
 
 
 class ProofError(CkptError):
-    """The live state of a run is not what was saved: a tensor, a number or a hyper-parameter differs.
+    """The live state of a run differs from the saved one in a tensor, a number or a hyper-parameter.
 
     Attributes:
         mismatches: Every part that differs, as text; the first one is in the message.

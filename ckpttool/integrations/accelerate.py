@@ -75,12 +75,18 @@ class AcceleratorSaves:
         grace: float,
         storage_options: Mapping[str, Any] | None,
         allow: Collection[str],
+        prove: bool | None,
     ) -> None:
         self._accelerator = accelerator
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
         self._root, self._grace = root, grace
         self._folders = FoldersByStorage(
-            async_save=async_save, timeout=timeout, storage_options=storage_options, allow=allow, on_save=self._note
+            async_save=async_save,
+            timeout=timeout,
+            storage_options=storage_options,
+            allow=allow,
+            prove=prove,
+            on_save=self._note,
         )
         self._folder = ""
         self.last_save: SaveReport | None = None
@@ -300,6 +306,7 @@ def prepare(
     grace: float = GRACE,
     storage_options: Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
+    prove: bool | None = None,
 ) -> AcceleratorSaves:
     """Let ``save_state`` and ``load_state`` of an accelerator save commits, and load on any number of ranks.
 
@@ -312,6 +319,7 @@ def prepare(
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``.
+        prove: As for ``ckpttool.load``, after each ``load_state``.
 
     Raises:
         PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed or was
@@ -331,6 +339,7 @@ def prepare(
         grace=grace,
         storage_options=storage_options,
         allow=allow,
+        prove=prove,
     )
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
     return saves

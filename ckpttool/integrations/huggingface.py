@@ -295,6 +295,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``.
+        prove: As for ``ckpttool.load``, after each resume.
     """
 
     def __init__(  # noqa: PLR0913  public API
@@ -310,6 +311,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         grace: float = GRACE,
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
+        prove: bool | None = None,
     ) -> None:
         if export_every is not None and export_every < 1:
             raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
@@ -320,7 +322,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._export_every, self._export_dtype = export_every, export_dtype
         self._export_to = None if export_to is None else checked_path("export_to", export_to)
         self._timeout, self._grace = timeout, grace
-        self._storage_options, self._allow = storage_options, allow
+        self._storage_options, self._allow, self._prove = storage_options, allow, prove
         self._saves: Folders | None = None
         self._output_dir = ""
         self._exporter: Exporter | None = None
@@ -371,6 +373,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             async_save=self._async_save,
             timeout=self._timeout,
             allow=self._allow,
+            prove=self._prove,
             storage_options=self._storage_options,
             on_save=self._note,
         )

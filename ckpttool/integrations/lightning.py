@@ -61,6 +61,7 @@ class CkptSaves:
         save_timeout: Seconds that a rank may lag before a save fails.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``: classes of objects in hyper-parameters and in states of callbacks.
+        prove: As for ``ckpttool.load``, after each resume.
         arguments: Arguments of the strategy.
     """
 
@@ -71,6 +72,7 @@ class CkptSaves:
         save_timeout: float = TIMEOUT,
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
+        prove: bool | None = None,
         **arguments: Any,
     ) -> None:
         check_strategy()
@@ -80,6 +82,7 @@ class CkptSaves:
             timeout=save_timeout,
             storage_options=storage_options,
             allow=allow,
+            prove=prove,
             on_save=self._note,
         )
         self._rng_of: LoadReport | None = None

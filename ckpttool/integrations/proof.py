@@ -1,4 +1,4 @@
-"""Prove that the live state of a run is what was saved: compare digests taken in place with those of a checkpoint."""
+"""Prove that the live state of a run equals a saved one: compare digests taken in place with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Result of a proof: the compared state is what was saved."""
+    """Result of a proof: the compared state equals the saved one."""
 
     path: str
     """Directory of the checkpoint."""
@@ -56,10 +56,10 @@ class Proof:
     """Wall time."""
 
     def __str__(self) -> str:
-        at = "" if self.step is None else f" at step {self.step:,}"
-        what = "what was saved" if self.recorded else "what the files hold"
+        at = "" if self.step is None else f" {'at' if self.recorded else 'of'} step {self.step:,}"
+        what = "the state saved" if self.recorded else "the files"
         line = (
-            f"proven: {self.tensors:,} tensors on {self.ranks} rank{'s' * (self.ranks != 1)} are {what}{at} "
+            f"proven: {self.tensors:,} tensors on {self.ranks} rank{'s' * (self.ranks != 1)} equal {what}{at} "
             f"({', '.join(self.states)}; {self.seconds:.2f} s)"
         )
         return f"{line}; not compared: {'; '.join(self.unproven)}" if self.unproven else line
@@ -216,7 +216,7 @@ def prove_state(
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
-    """Return the digests that the save recorded, or those of the files, of which each rank has digested a share.
+    """Return the digests that the save recorded, or the digests of the files, a share of which each rank computed.
 
     Raises:
         LayoutError: The manifest has digests of an unknown form.
@@ -319,7 +319,7 @@ def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks:
             if message.get("range") is not None:
                 first, last, count = message["range"]
                 return f"on rank {rank}, {count:,} of the elements {first:,} to {last:,}"
-        return "the files hold the live values: they are not what was saved"
+        return "the files hold the live values, and differ from the digests that the save recorded"
 
     where = ranks.agree(checkpoint.location, _message(own), decide, timeout=timeout)
     return problem._replace(problem=f"{problem.problem} ({where})")

@@ -236,7 +236,7 @@ class RayTrainCheckpoints:
 
     # ------------------------------------------------------------------------------------------- restoring
 
-    def restore(
+    def restore(  # noqa: PLR0913  public API
         self,
         engine: Any,
         checkpoint: Any = None,
@@ -247,6 +247,7 @@ class RayTrainCheckpoints:
         scheduler: bool = True,
         require_committed: bool = False,
         require_signed: bool = False,
+        prove: bool | None = None,
     ) -> dict[str, Any] | None:
         """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
@@ -262,6 +263,7 @@ class RayTrainCheckpoints:
             scheduler: As for ``ckpttool.load``.
             require_committed: As for ``CheckpointManager.restore``.
             require_signed: As for ``CheckpointManager.restore``.
+            prove: As for ``ckpttool.load``.
 
         Returns:
             The client state of the checkpoint; None without a given checkpoint, if the run has none yet.
@@ -272,7 +274,12 @@ class RayTrainCheckpoints:
         self.finish()
         self.restored = None
         options = LoadOptions(
-            strict=strict, weights_only=weights_only, optimizer=optimizer, scheduler=scheduler, allow=tuple(self._allow)
+            strict=strict,
+            weights_only=weights_only,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            prove=prove,
+            allow=tuple(self._allow),
         )
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The digests and numbers of a training state: what a save records of it, and what a restore is compared with."""
+"""The digests and numbers of a training state, which a save records and a proof compares with the live state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorDigest(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A part of a state that is not what was saved."""
+    """A part of a live state that differs from the saved one."""
 
     key: str
     """State: "weights", "exp_avg", "step", or the name of a value: "scheduler.last_epoch"."""
@@ -111,7 +111,7 @@ class StateDigest:
         )
 
     def mismatches(self, live: StateDigest) -> list[Mismatch]:
-        """Return what is not the same in a live state; what it additionally has is not compared."""
+        """Return the differences of a live state; parts that only the live state has are not compared."""
         result = []
         for key, tensors in self.tensors.items():
             there = live.tensors.get(key, {})
@@ -176,7 +176,7 @@ def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, float]:
 
 
 def merge(messages: Sequence[Mapping[str, Any]]) -> tuple[StateDigest, list[Mismatch]]:
-    """Merge the messages of all ranks; return the digests of the whole state, and what is wrong with it by itself.
+    """Merge the messages of all ranks; return the digests of the whole state, and its own contradictions.
 
     Where ranks differ, the first one counts.
     """

@@ -13,6 +13,7 @@ import logging
 import os
 import posixpath
 import re
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class Folders:
         timeout: As for ``CheckpointManager``.
         storage_options: As for ``CheckpointManager``.
         allow: As for ``CheckpointManager``.
+        prove: As for ``ckpttool.load``, after each resume.
         on_save: As for ``CheckpointManager``.
     """
 
@@ -86,6 +88,7 @@ class Folders:
         async_save: bool = False,
         timeout: float = TIMEOUT,
         allow: Collection[str] = (),
+        prove: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_save: Callable[[SaveReport], None] | None = None,
     ) -> None:
@@ -106,7 +109,7 @@ class Folders:
         """The root, as an absolute path or a URL."""
         self._storage_options = storage_options
         self._timeout = timeout
-        self._options = LoadOptions(allow=tuple(sorted(allow)))
+        self._options = LoadOptions(allow=tuple(sorted(allow)), prove=prove)
         self._met: Ranks | None = None
 
     @property
@@ -247,7 +250,7 @@ class Folders:
         Raises:
             CkptError: The checkpoint does not fit or is damaged; on every rank, before any engine changed.
         """
-        options = LoadOptions(strict=strict, weights_only=weights_only, allow=self._options.allow)
+        options = replace(self._options, strict=strict, weights_only=weights_only)
         agree = partial(agree_on_all_ranks, self.ranks, checkpoint.location, timeout=self._timeout)
         try:
             report = restore_engine(engine, checkpoint, options, agree, self.ranks)

@@ -102,7 +102,7 @@ def load(  # noqa: PLR0913  public API
         trust_names: As for ``inspect``.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
             tensors, numpy arrays, paths and dates are always built.
-        prove: Whether to digest the live state after the load, in place, and compare it with what was saved; see
+        prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
             ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         timeout: Seconds that a rank may lag.
 
@@ -110,7 +110,7 @@ def load(  # noqa: PLR0913  public API
         A report of the restored state; its ``client_state`` is the state saved by the user's code.
 
     Raises:
-        ProofError: With ``prove``, the live state is not what was saved; on every rank, after the load.
+        ProofError: With ``prove``, the live state differs from the saved one; on every rank, after the load.
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)
@@ -213,7 +213,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
     """Prove the state that a load has restored.
 
     Raises:
-        ProofError: It is not what was saved; on every rank.
+        ProofError: It differs from the saved state; on every rank.
     """
     checkpoint, fitted = prepared.checkpoint, prepared.fitted
     without = {"module"} if live.dtype != checkpoint.dtype else set()
@@ -225,7 +225,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         without.add("weights")  # of a model that is only run, and rounds them
 
     def subject() -> LiveState:
-        state = engine_state(inspect_engine(live.engine))  # anew: the load has changed its hyper-parameters
+        state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
         values = {**state.values, **(values_of("client_state", report.client_state) if ranks.rank == 0 else {})}
         own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
         return replace(state, values=values, own=own)

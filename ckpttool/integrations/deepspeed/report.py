@@ -74,7 +74,7 @@ class LoadReport:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     """State that the user's code saved with the checkpoint."""
     proof: Proof | None = None
-    """The proof that the live state is what was saved; None if it was not asked for."""
+    """The proof that the live state equals the saved one; None if it was not requested."""
     rank_state: Any = field(default=None, compare=False)
     """This rank's ``rank_state`` of the save, if the same ranks saved it; else None."""
     rank_states: Sequence[Any] = field(default=(), repr=False, compare=False)

@@ -74,7 +74,7 @@ class LiveState:
     pieces: Sequence[Piece]
     """Its parts of all tensors."""
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``StateDigest.numbers`` of the parameters of which it has a part."""
+    """``StateDigest.numbers`` of its parameters."""
     groups: Sequence[Mapping[str, str]] = ()
     """``StateDigest.groups``."""
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -257,7 +257,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter without those of wrappers around its module."""
+    """Return the name of a parameter without the names of wrappers around its module."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
