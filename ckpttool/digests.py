@@ -151,7 +151,7 @@ def _words(values: NDArray[Any]) -> tuple[NDArray[Any], int, int]:
 
 
 def _part(words: NDArray[Any], begin: int) -> NDArray[np.uint64]:
-    """Return the lanes of words of one block, of which the first has index ``begin`` in the tensor."""
+    """Return the lanes of words of one block; ``begin`` is the index of the first one in the tensor."""
     block, start = divmod(begin, BLOCK_WORDS)
     widened = words.astype(np.uint64)
     sums = [np.einsum("j,j->", widened, row[start : start + len(words)]) for row in factors_in_block()]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1800.0
 """Default of ``timeout``: seconds that a rank may lag."""
-HINT = "do not train on: build the model and the optimizer anew, and load again"
+HINT = "do not train on: build a new model and optimizer, and load again"
 SHOWN = 100
 """Most mismatches that an error lists."""
 
@@ -49,7 +49,7 @@ class Proof:
     states: tuple[str, ...]
     """Names of the compared states: "weights", "module", "exp_avg", "step", "hyper-parameters", "scheduler", ..."""
     recorded: bool
-    """Whether the digests were taken of the live state at the save; otherwise they are those of the files."""
+    """Whether the digests were taken of the live state at the save; otherwise the files were digested."""
     unproven: tuple[str, ...] = ()
     """State that was not compared, as text for the user."""
     seconds: float = 0.0
@@ -108,7 +108,7 @@ def prove(  # noqa: PLR0913  public API
     trust_names: bool = False,
     timeout: float = TIMEOUT,
 ) -> Proof:
-    """Prove that the live state of a run is that of a checkpoint; call it on every rank, before the next step.
+    """Prove that the live state of a run equals a checkpoint; call it on every rank, before the next step.
 
     The live state is digested in place, on the device that has it, and no tensor is gathered. It is compared with the
     digests that the save recorded in the manifest; without those, with digests of the files.
@@ -216,7 +216,7 @@ def prove_state(
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
-    """Return the digests that the save recorded, or the digests of the files, a share of which each rank computed.
+    """Return the digests that the save recorded, or the digests of the files: each rank has computed a share.
 
     Raises:
         LayoutError: The manifest has digests of an unknown form.

@@ -87,25 +87,28 @@ def engine_state(live: LiveEngine) -> LiveState:
 class SavedDigests:
     """The digests that a save records, of the bytes that this rank writes; computed by ``message``, in any thread.
 
-    Replicas that another rank writes are left out. Parts that are in no file as they are, are digested at once.
+    Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
+    state: at once, if the train loop goes on before the save has ended, but not the module's copies of stage 3, which
+    a load makes from the masters.
 
     Args:
         state: The live state of this rank.
         captured: The captured files.
         rank: Number of this rank.
+        waits: Whether the train loop waits for the save.
     """
 
-    def __init__(self, state: LiveState, captured: CapturedFiles, rank: int) -> None:
+    def __init__(self, state: LiveState, captured: CapturedFiles, rank: int, *, waits: bool) -> None:
         self._memory = sorted(captured.memory, key=lambda held: held[0])
         self._addresses = [address for address, _ in self._memory]
         self._digests: list[Callable[[], int]] = []
         pieces = []
         for piece in state.pieces:
             read = self._in_file(piece)
-            if read is None and piece.whole and rank:
+            if read is None and ((piece.whole and rank) or (piece.key == MODULE and not waits)):
                 continue
             pieces.append(piece)
-            self._digests.append(read or partial(int, piece.digest()))
+            self._digests.append(read or (piece.digest if waits else partial(int, piece.digest())))
         self._state = replace(state, pieces=pieces)
 
     def _in_file(self, piece: Piece) -> Callable[[], int] | None:

@@ -310,7 +310,15 @@ class CheckpointManager:
             scratch_root=self.root if self._storage is LOCAL else None,
             own_files=own_files,
         )
-        digests = _digests_of(engine, captured, ranks, client_state, rank_state, exclude_frozen=exclude_frozen)
+        digests = _digests_of(
+            engine,
+            captured,
+            ranks,
+            client_state,
+            rank_state,
+            exclude_frozen=exclude_frozen,
+            waits=not self.saves_in_background,
+        )
         if self._checked is None or self._checked() is not engine:
             self._check_restorable(
                 engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
@@ -637,6 +645,7 @@ def _digests_of(
     rank_state: Any,
     *,
     exclude_frozen: bool,
+    waits: bool,
 ) -> SavedDigests | None:
     """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
     from ckpttool.integrations.deepspeed.engine import inspect_engine
@@ -650,7 +659,7 @@ def _digests_of(
         own = {} if rank_state is None else values_of("rank_state", rank_state)
         frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad} if exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
-        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank)
+        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
     except Exception as error:  # the save does not depend on it
         LOG.debug("no digests of the state are recorded: %s: %s", type(error).__name__, error)
         return None

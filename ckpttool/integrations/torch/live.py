@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -88,13 +89,17 @@ class LiveState:
     unproven: Mapping[str, str] = field(default_factory=dict)
     """States that are not digested, such as "momentum_buffer", and why."""
 
+    def _digests(self) -> list[int]:
+        with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
+            return list(pool.map(Piece.digest, self.pieces))
+
     def message(self, found: Sequence[int] | None = None) -> dict[str, Any]:
         """Return the digests of this rank as JSON data, for ``merge``.
 
         Args:
             found: Digests of the pieces, if they are known.
         """
-        values = [piece.digest() for piece in self.pieces] if found is None else found
+        values = self._digests() if found is None else found
         return {
             "pieces": [
                 [p.key, p.name, p.dtype, list(p.shape), str(p.starts), p.tensor.numel(), f"{v:032x}"]
