@@ -1,4 +1,4 @@
-"""``digest``: 128 bits for each tensor, and one digest of the checkpoint, independent of stage, world size and format."""
+"""``digest``: 128 bits for each tensor, and one digest of all, independent of stage, world size and format."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _raise_first("live_digest", messages)
-        found, problems = merge([message["live"] for message in messages])
+        found, problems, _ = merge([message["live"] for message in messages])
         if problems:
             raise _error("live_digest", problems)
         return found.to_json()
@@ -182,13 +182,14 @@ def prove_state(
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _raise_first(checkpoint.location, messages)
-        live, problems = merge([message["live"] for message in messages])
+        live, problems, unproven = merge([message["live"] for message in messages])
         saved = _expected(checkpoint, [message.get("saved") for message in messages])
         live = _with_aliases(live, {k: v for message in messages for k, v in message["live"]["aliases"].items()})
-        unproven = {k: why for message in messages for k, why in message["live"]["unproven"].items()}
-        comparable, left_out = _comparable(
-            saved, live, checkpoint, weights_only, {*without, *unproven}, {*without_names}
-        )
+        others = {name for message in messages for name in message["live"]["others"]}
+        names = {*without_names, *others}
+        comparable, left_out = _comparable(saved, live, checkpoint, weights_only, {*without, *unproven}, names)
+        if held := sorted(others & saved.tensors.get(WEIGHTS, {}).keys()):
+            left_out.append(f"{', '.join(held)}: neither a parameter nor a buffer")
         problems += comparable.mismatches(live)
         left_out += _uncovered(comparable, [message["live"]["pieces"] for message in messages], checkpoint)
         return {
@@ -275,6 +276,10 @@ def _comparable(
         for key, own in saved.tensors.items()
         if key in keys
     }
+    # Files without the names of masters do not tell frozen parameters, which have no copy beside their weights.
+    copies, own = tensors.get(MODULE, {}), live.tensors.get(MODULE, {})
+    for name in [name for name in copies if name not in own and name in live.tensors.get(WEIGHTS, {})]:
+        tensors.setdefault(WEIGHTS, {}).setdefault(name, copies.pop(name))
     if weights_only:
         return StateDigest(tensors=tensors), notes
     kinds = {name.partition(".")[0] for name in live.values} - without
@@ -283,6 +288,7 @@ def _comparable(
         numbers={
             key: {name: number for name, number in own.items() if name not in without_names}
             for key, own in saved.numbers.items()
+            if key not in without
         },
         groups=saved.groups,
         group_of={} if "groups" in without else saved.group_of,

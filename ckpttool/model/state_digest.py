@@ -175,33 +175,43 @@ def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, float]:
     return {str(name): number for number, names in found for name in names}
 
 
-def merge(messages: Sequence[Mapping[str, Any]]) -> tuple[StateDigest, list[Mismatch]]:
-    """Merge the messages of all ranks; return the digests of the whole state, and its own contradictions.
+def merge(messages: Sequence[Mapping[str, Any]]) -> tuple[StateDigest, list[Mismatch], dict[str, str]]:
+    """Merge the messages of all ranks.
 
-    Where ranks differ, the first one counts.
+    Returns:
+        The digests of the whole state, of the first rank where ranks differ; its own contradictions; and the states
+        that belong to partitions instead of parameters, which are left out, and why.
     """
     tensors, problems = _merge_pieces([message["pieces"] for message in messages])
     numbers: dict[str, dict[str, float]] = {}
     first, values = messages[0], dict(messages[0]["values"])
+    unproven = {key: why for message in messages for key, why in message["unproven"].items()}
     for rank, message in enumerate(messages):
         values |= {f"{name} of rank {rank}": text for name, text in message["own"].items()}
         for key, own in message["numbers"].items():
             held = numbers.setdefault(key, {})
             odd = [(name, number) for name, number in own.items() if held.setdefault(name, number) != number]
+            if odd and message["partitioned"] and key != "step":
+                unproven[key] = "it is a number of each partition"
+                continue
             problems += [Mismatch(key, n, f"is {v:g} on rank {rank}, but {held[n]:g} before it") for n, v in odd]
-        if message["groups"] != first["groups"]:
-            problems.append(Mismatch("hyper-parameters", "", f"differ between ranks 0 and {rank}"))
+        for own_options, options in zip(message["groups"], first["groups"], strict=False):
+            different = sorted(k for k in own_options.keys() & options.keys() if own_options[k] != options[k])
+            if message["partitioned"]:
+                unproven |= dict.fromkeys(different, "it is a hyper-parameter of each partition")
+            else:
+                problems += [Mismatch(key, "", f"differs between ranks 0 and {rank}") for key in different]
         shared = message["values"].keys() & first["values"].keys()
         different = sorted(name for name in shared if message["values"][name] != first["values"][name])
         problems += [Mismatch(name, "", f"differs between ranks 0 and {rank}") for name in different]
     whole = StateDigest(
         tensors=tensors,
-        numbers=numbers,
-        groups=first["groups"],
+        numbers={key: own for key, own in numbers.items() if key not in unproven},
+        groups=[{k: text for k, text in options.items() if k not in unproven} for options in first["groups"]],
         group_of={name: group for message in messages for name, group in message["group_of"].items()},
         values=values,
     )
-    return whole, problems
+    return whole, problems, unproven
 
 
 def _merge_pieces(

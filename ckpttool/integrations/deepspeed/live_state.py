@@ -81,7 +81,17 @@ def engine_state(live: LiveEngine) -> LiveState:
     options = [options_of(group) for group in live.hyperparameters]
     aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
     pieces = [piece for piece in reader.pieces if piece.key not in reader.unproven]
-    return LiveState(pieces, reader.numbers, options, groups, values, aliases=aliases, unproven=reader.unproven)
+    return LiveState(
+        pieces,
+        reader.numbers,
+        options,
+        groups,
+        values,
+        aliases=aliases,
+        unproven=reader.unproven,
+        partitioned=live.partitions_states,
+        others=live.model.others,
+    )
 
 
 class SavedDigests:
@@ -203,7 +213,7 @@ class _Reader:
                 if id(parameter) in self._names:
                     name = self._names[id(parameter)]
                     self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)])
-            if any(cls.__name__ == "FusedAdam" for cls in type(inner).__mro__):
+            if any(cls.__module__.startswith("deepspeed.") for cls in type(inner).__mro__):
                 self._count_by_groups()
             return
         for flat, parts in self._flats():
@@ -214,7 +224,7 @@ class _Reader:
             self._states(inner.state.get(flat, {}), flat, parts)
 
     def _count_by_groups(self) -> None:
-        """Give each parameter the largest step of its group: FusedAdam counts in the last one alone.
+        """Give each parameter the largest step of its group: FusedAdam, which Muon uses too, counts in the last one.
 
         Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).
         """

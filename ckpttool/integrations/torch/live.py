@@ -88,6 +88,10 @@ class LiveState:
     """Other names of tied parameters, to the names in ``pieces``."""
     unproven: Mapping[str, str] = field(default_factory=dict)
     """States that are not digested, such as "momentum_buffer", and why."""
+    partitioned: bool = False
+    """Whether the optimizer steps on partitions of flat buffers instead of parameters."""
+    others: Sequence[str] = ()
+    """Names in the module's state dict that are neither parameters nor buffers."""
 
     def _digests(self) -> list[int]:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
@@ -113,6 +117,8 @@ class LiveState:
             "own": dict(self.own),
             "aliases": dict(self.aliases),
             "unproven": dict(self.unproven),
+            "others": list(self.others),
+            "partitioned": self.partitioned,
         }
 
 
@@ -231,8 +237,10 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
             pieces.append(piece_of(WEIGHTS, plain_name(full), buffer))
     every = module.named_parameters(remove_duplicate=False)
     aliases = {plain_name(n): names[id(p)] for n, p in every if plain_name(n) != names[id(p)]}
+    tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+    others = sorted(plain_name(name) for name in state_dict - tensors)
     if optimizer is None:
-        return LiveState(pieces, values=scheduler_values(scheduler), aliases=aliases)
+        return LiveState(pieces, values=scheduler_values(scheduler), aliases=aliases, others=others)
     numbers: dict[str, dict[str, float]] = {}
     group_of = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -247,7 +255,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
                 elif isinstance(value, torch.Tensor):
                     pieces.append(piece_of(key, name, value))
     groups = [options_of(group) for group in optimizer.param_groups]
-    return LiveState(pieces, numbers, groups, group_of, scheduler_values(scheduler), aliases=aliases)
+    return LiveState(pieces, numbers, groups, group_of, scheduler_values(scheduler), aliases=aliases, others=others)
 
 
 def unwrapped(model: Any) -> Any:
