@@ -49,24 +49,42 @@ READ_BYTES = 1 << 24
 """Bytes of a payload that are digested at once."""
 
 
-def is_provable(live: LiveEngine) -> bool:
-    """Return whether the parts of an engine's state can be located in whole tensors."""
-    stacked = live.engine.has_moe_layers and any(
-        cls.__name__ == "AutoEPMoELayer" for module in live.engine.module.modules() for cls in type(module).__mro__
-    )
-    zenflow = bool(getattr(live.engine, "zenflow", False))  # its module's copies are newer than the masters
-    return live.model is not None and live.topology.tensor_parallel == 1 and not stacked and not zenflow
+def unprovable(live: LiveEngine) -> str:
+    """Return why the parts of an engine's state cannot be located in whole tensors; "" if they can."""
+    engine = live.engine
+    kinds = {cls.__name__ for module in engine.module.modules() for cls in type(module).__mro__}
+    reasons = {
+        "a pipeline": live.model is None,
+        "tensor parallelism": live.topology.tensor_parallel > 1,
+        "stacked experts": engine.has_moe_layers and "AutoEPMoELayer" in kinds,
+        "ZenFlow, whose module is newer than its masters": bool(getattr(engine, "zenflow", False)),
+        "optimizer states on NVMe": bool(engine.zero_nvme_offload_optimizer()),
+        "weights on NVMe": any(
+            p.ds_tensor.status.name != "AVAILABLE" for p in engine.module.parameters() if hasattr(p, "ds_tensor")
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def check_provable(live: LiveEngine) -> None:
+    """Check that the state of an engine can be digested in place.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if why := unprovable(live):
+        raise PlanError("the engine", f"has {why}: its state cannot be digested in place", "leave out prove")
 
 
 def engine_state(live: LiveEngine) -> LiveState:
     """Return the live state of an engine on this rank.
 
     Raises:
-        PlanError: The engine has a form whose parts cannot be located: pipeline or tensor parallelism.
+        PlanError: The engine has a form whose parts cannot be located.
     """
-    if live.model is None or not is_provable(live):
-        kind = "a pipeline" if live.model is None else "tensor parallelism, stacked experts or ZenFlow"
-        raise PlanError("the engine", f"has {kind}, whose parts cannot be digested in place", "leave out prove")
+    check_provable(live)
+    if live.model is None:
+        raise PlanError("the engine", "has no names of parameters", "this is a bug in ckpttool")
     reader = _Reader(live)
     reader.read_weights()
     if has_optimizer(live.optimizer):
@@ -150,10 +168,6 @@ def _digest_payload(payload: Payload, start: int, nbytes: int, dtype: Any, first
     return digests.add(*parts)
 
 
-def _on_nvme(what: str) -> PlanError:
-    return PlanError("the engine", f"has {what} on NVMe, which are not digested", "leave out prove")
-
-
 class _Reader:
     """Collects the parts of an engine's state.
 
@@ -197,8 +211,6 @@ class _Reader:
                 self.pieces.append(Piece(key, name, parameter.data, tuple(parameter.shape), 0))
                 continue
             own = parameter.ds_tensor
-            if own.status.name != "AVAILABLE":
-                raise _on_nvme("weights")
             rank = dist.get_rank(parameter.ds_process_group)
             self._partition(key, name, own.data.reshape(-1), rank * own.ds_numel)
         for name, buffer in self.live.buffers().items():
@@ -217,8 +229,6 @@ class _Reader:
                 self._count_by_groups()
             return
         for flat, parts in self._flats():
-            if not flat.numel() and parts:
-                raise _on_nvme("optimizer states")
             for name, start, numel, first in parts:
                 self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
             self._states(inner.state.get(flat, {}), flat, parts)

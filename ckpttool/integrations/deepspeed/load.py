@@ -24,7 +24,7 @@ from ckpttool.integrations.deepspeed.engine import (
     micro_batches,
     warn_of,
 )
-from ckpttool.integrations.deepspeed.live_state import engine_state, is_provable
+from ckpttool.integrations.deepspeed.live_state import check_provable, engine_state, unprovable
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
@@ -181,6 +181,8 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     error: BaseException | None = None
     try:
         live = inspect_engine(engine)
+        if options.prove:
+            check_provable(live)
         prepared = prepare(live, checkpoint, options)
         own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
     except BaseException as problem:  # raised again below, after all ranks have the error
@@ -203,7 +205,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     report = replace(report, rank_state=own, rank_states=states)
     wanted = options.prove
     if wanted is None:
-        wanted = checkpoint.digests is not None and engine.device.type != "cpu" and is_provable(live)
+        wanted = checkpoint.digests is not None and engine.device.type != "cpu" and not unprovable(live)
     if wanted and not options.dry_run:
         report = replace(report, proof=_prove(live, prepared, report, ranks))
     return report

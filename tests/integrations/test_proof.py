@@ -1,0 +1,154 @@
+"""Proofs of torch models against files of their own frameworks: FSDP2, HSDP, tensor parallelism, DDP and plain."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import ckpttool
+from tests.forked import each_on_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.deepspeed
+
+SAVED = ("verl", "accelerate", "trainer/checkpoint-3", "titan", "shards", "items")
+"""The layouts that ``fsdp_runs.train`` saves."""
+JOBS: list[dict[str, Any]] = [
+    {"id": f"{mesh}-{ranks}-{dtype}", "mesh": mesh, "world_size": ranks, "dtype": dtype}
+    for mesh, ranks in (("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("3d", 4))
+    for dtype in ("float32", "bfloat16")
+]
+JOBS += [
+    {"id": "ignored", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "ignored": True},
+    {"id": "decay", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "parameters": "decay"},
+]
+FROM = "fsdp-3-float32"
+"""A run that others resume."""
+
+
+def _prove(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train, save in every layout, and prove the live run against each; then after one more step."""
+    from tests.formats import fsdp_runs
+
+    fsdp_runs.train(job, directory)
+    net, optimizer, _ = fsdp_runs.start(job)
+    for step in range(fsdp_runs.STEPS):
+        fsdp_runs.advance(net, optimizer, step)
+    own = ckpttool.live_digest(net, optimizer)
+    found: dict[str, Any] = {"digests": [str(one) for key in sorted(own.tensors) for one in own.tensors[key].values()]}
+    for name in SAVED:
+        with_states = None if name == "shards" else optimizer
+        found[name] = str(ckpttool.prove(net, directory / job["id"] / name, optimizer=with_states))
+    fsdp_runs.advance(net, optimizer, 9)
+    with pytest.raises(ckpttool.ProofError) as caught:
+        ckpttool.prove(net, directory / job["id"] / "verl", optimizer=optimizer)
+    found["later"] = list(caught.value.mismatches)
+    return found
+
+
+def _resume(job: dict[str, Any], directory: Path) -> str:
+    """Load a run of other ranks by torch's own functions, and prove it."""
+    from tests.formats import fsdp_runs
+
+    net, optimizer, _ = fsdp_runs.start({**job, "seed": 4})
+    path = directory / FROM / "titan" / "step-3"
+    fsdp_runs.LOADERS["torchtitan"](net, optimizer, str(path))
+    return str(ckpttool.prove(net, path, optimizer=optimizer))
+
+
+def _plain(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train a model plain or under DDP, save it by ``dcp.save``, and prove it, wrapped in several ways."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    model: Any = torch.nn.parallel.DistributedDataParallel(net) if job["ddp"] else net
+    optimizer = getattr(torch.optim, job["optimizer"])(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).pow(2).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    path = directory / job["id"]
+    weights, states = get_state_dict(net, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=str(path))
+    found = {"same": str(ckpttool.prove(model, path, optimizer=optimizer, scheduler=scheduler))}
+    found["compiled"] = str(ckpttool.prove(torch.compile(model), path, optimizer=optimizer))
+    found["alone"] = str(ckpttool.prove(model, path))
+    if torch.distributed.get_rank() == 1:
+        net[0].bias.data[3] += 1e-6
+    if job["world_size"] > 1:
+        with pytest.raises(ckpttool.ProofError) as caught:
+            ckpttool.live_digest(model)
+        found["apart"] = str(caught.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    directory = tmp_path_factory.mktemp("proof")
+    found: dict[str, list[Any]] = each_on_ranks(_prove, JOBS, directory)
+    resumed = [{**job, "id": f"resumed-{job['id']}"} for job in JOBS if job["id"].endswith("float32")]
+    found |= each_on_ranks(_resume, resumed, directory)
+    return found
+
+
+@pytest.mark.parametrize("name", [job["id"] for job in JOBS])
+def test_a_run_is_proven_against_the_files_of_every_framework(name: str, proven: dict[str, list[Any]]) -> None:
+    for one in proven[name]:
+        for layout in SAVED:
+            assert one[layout].startswith("proven: "), layout
+            left_out = "numbers the optimizer's parameters" in one[layout]
+            assert ("exp_avg_sq" in one[layout]) == (layout != "shards" and not left_out), layout
+        assert one == {**proven[name][0], **{layout: one[layout] for layout in SAVED}}, "ranks agree"
+    assert "not compared" not in "".join(proven["fsdp-3-float32"][0][layout] for layout in SAVED)
+
+
+@pytest.mark.parametrize("name", [job["id"] for job in JOBS])
+def test_one_more_step_is_found(name: str, proven: dict[str, list[Any]]) -> None:
+    later = proven[name][0]["later"]
+    assert any(text.startswith("weights of up.weight has other values") for text in later)
+    assert not any("frozen" in text or "positions" in text for text in later), "which did not change"
+
+
+def test_hsdp_and_fsdp_have_the_digests_of_one_rank_where_they_start(tmp_path: Path) -> None:
+    jobs = [
+        {"id": f"{mesh}-{ranks}", "mesh": mesh, "world_size": ranks, "dtype": "float32"}
+        for mesh, ranks in (("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("tp", 4), ("3d", 4))
+    ]
+    found = each_on_ranks(_start, jobs, tmp_path)
+    assert len({str(one) for ranks in found.values() for one in ranks}) == 1
+
+
+def _start(job: dict[str, Any], _: Path) -> dict[str, Any]:
+    from tests.formats import fsdp_runs
+
+    net, optimizer, _ = fsdp_runs.start(job)
+    tensors: dict[str, Any] = ckpttool.live_digest(net, optimizer).to_json()["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize("name", [job["id"] for job in JOBS if job["id"].endswith("float32")])
+def test_a_run_on_other_ranks_is_proven(name: str, proven: dict[str, list[Any]]) -> None:
+    assert all("exp_avg_sq" in one and "not compared" not in one for one in proven[f"resumed-{name}"])
+
+
+def test_plain_models_and_ddp(tmp_path: Path) -> None:
+    jobs = [
+        {"id": f"{ranks}-{optimizer}", "world_size": ranks, "ddp": ranks > 1, "optimizer": optimizer}
+        for ranks in (1, 2)
+        for optimizer in ("AdamW", "SGD", "Adagrad", "NAdam", "Adafactor", "RMSprop")
+    ]
+    for name, ranks in each_on_ranks(_plain, jobs, tmp_path).items():
+        for one in ranks:
+            for how in ("same", "compiled", "alone"):
+                assert one[how].startswith("proven: "), (name, how)
+            assert "not compared" not in one["alone"]
+            if "apart" in one:
+                assert "weights of 0.bias differs between ranks 0 and 1" in one["apart"]
