@@ -1,4 +1,4 @@
-"""The digest of a tensor: 128 bits that add up, so that the digest of a tensor is the sum of those of its parts.
+"""The digest of a tensor: 128 bits that add up, so that the digest of a tensor is the sum of its parts' digests.
 
 The elements in C order are a sequence of 32-bit words w(j). The digest is two sums modulo 2^64, one for each lane l:
 
@@ -27,7 +27,7 @@ LANES = 2
 BLOCK_WORDS = 4096
 """Words with one factor a."""
 CHUNK_BLOCKS = 32
-"""Blocks that are widened at once: they stay in the cache of a core."""
+"""Blocks that are widened at once: they fit into the cache of a core."""
 RUN_BLOCKS = 1024
 """Blocks whose factors are computed at once."""
 SHORT_RUN = 1024
@@ -130,7 +130,7 @@ def digest_box(values: NDArray[Any], starts: Sequence[int], shape: Sequence[int]
 
 
 def add(*digests: int) -> int:
-    """Return the digest of a tensor from those of its parts."""
+    """Return the digest of a tensor from the digests of its parts."""
     high, low = (sum(digest >> 64 * lane & MASK for digest in digests) & MASK for lane in (1, 0))
     return high << 64 | low
 

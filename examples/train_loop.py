@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 
@@ -36,6 +37,25 @@ def batch(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
     return inputs[rank::ranks].bfloat16(), targets[rank::ranks]
 
 
+def loss_of(engine: deepspeed.DeepSpeedEngine, step: int) -> torch.Tensor:
+    """Return the loss of this rank's part of a step's data."""
+    inputs, targets = batch(step, torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return (engine(inputs.to(engine.device)).float() - targets.to(engine.device)).square().mean()
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Return the mean of the ranks' losses."""
+    mean = loss.detach() / torch.distributed.get_world_size()
+    torch.distributed.all_reduce(mean)
+    return float(mean)
+
+
+def replay(engine: deepspeed.DeepSpeedEngine, step: int) -> float:
+    """Return the loss of the next step's data, without the step: a save records it, and a restore repeats it."""
+    with torch.no_grad():
+        return mean_over_ranks(loss_of(engine, step))
+
+
 def main() -> None:
     """Train, save now and then, and resume if there is something to resume from."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,7 +70,7 @@ def main() -> None:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
     deepspeed.init_distributed()
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, WIDTH))
     config = {**CONFIG, "zero_optimization": {"stage": options.stage}}
@@ -61,19 +81,24 @@ def main() -> None:
     manager = ckpttool.CheckpointManager(
         options.root, keep_last=2, keep_best=("loss", "min", 1), async_save=True, signals=[signal.SIGTERM]
     )
-    state = manager.restore(engine) or {"step": 0}
+    state = manager.restore(engine, prove=True) or {"step": 0}
+    if "replay" in state:
+        now = replay(engine, state["step"])
+        if not math.isclose(now, state["replay"], rel_tol=1e-5):  # equal on the same ranks; else the sum is rounded
+            raise RuntimeError(f"the loss of step {state['step'] + 1} is {now}, but was {state['replay']} at the save")
+        if rank == 0:
+            print(f"replayed step {state['step'] + 1}: loss {now:.6f}, as at the save", flush=True)
     for step in range(state["step"], options.steps):
-        inputs, targets = batch(step, rank, ranks)
-        loss = (engine(inputs.to(engine.device)).float() - targets.to(engine.device)).square().mean()
+        loss = loss_of(engine, step)
         engine.backward(loss)
         engine.step()
         leaving = manager.preempted()
         if (step + 1) % options.save_every == 0 or leaving:
-            mean = loss.detach() / ranks
-            torch.distributed.all_reduce(mean)
-            manager.save(engine, client_state={"step": step + 1}, metrics={"loss": float(mean)})
+            mean = mean_over_ranks(loss)
+            state = {"step": step + 1, "replay": replay(engine, step + 1)}
+            manager.save(engine, client_state=state, metrics={"loss": mean})
             if rank == 0:
-                print(f"step {step + 1}: loss {float(mean):.4f}", flush=True)
+                print(f"step {step + 1}: loss {mean:.4f}", flush=True)
         if leaving:
             break
     manager.wait()

@@ -52,6 +52,8 @@ def test_the_train_loop_goes_on_with_another_number_of_ranks(tmp_path: Path) -> 
     )  # fmt: skip
     assert first.count("saved global_step") == 2
     assert "from ZeRO-2 over 2 ranks to ZeRO-3 over 3 ranks" in second
+    assert "proven: 16 tensors on 3 ranks equal the state saved at step 4 (" in second
+    assert "replayed step 5: loss " in second
     assert "step 6: loss" in second
     assert "step 2: loss" not in second
     entries = ckpttool.ls(root).entries

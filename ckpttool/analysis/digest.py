@@ -117,7 +117,7 @@ def tensor_digests(
 
 
 def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> StateDigest:
-    """Return what a proof compares with the live state, from the files of a checkpoint.
+    """Return the digests and numbers of a checkpoint's files, for a proof.
 
     Args:
         checkpoint: The checkpoint.

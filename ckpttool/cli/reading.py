@@ -196,23 +196,28 @@ def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -
 
 @click.command(cls=options.Command, short_help="Digest all values, the same however they are sharded.")
 @options.source_argument
+@click.option("--tensors", is_flag=True, help="One row for each tensor, with its own digest of 128 bits.")
 @options.tag_option
 @options.jobs_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def digest(src: Any, as_json: bool, **given: Any) -> None:
+def digest(src: Any, tensors: bool, as_json: bool, **given: Any) -> None:
     """Print digests of the names, shapes and values of SRC: of its weights and of its optimizer states.
 
     Stage, number of ranks and file format do not change them. Reads every value once.
     """
     import ckpttool
-    from ckpttool.cli._output import print_facts, print_json, progress_bar
+    from ckpttool.cli._output import print_facts, print_json, print_table, progress_bar
 
     with progress_bar("digest") as progress:
         found = ckpttool.digest(src, progress=progress, **options.chosen(given))
+    each = {key: {name: str(one) for name, one in own.items()} for key, own in found.tensors.items()}
     if as_json:
-        print_json(found)
+        print_json({"weights": found.weights, "optimizer": found.optimizer, "tensors": each})
+    elif tensors:
+        rows = [[name, key, *text.split()] for key, own in each.items() for name, text in own.items()]
+        print_table(["tensor", "state", "type", "shape", "digest"], rows)
     else:
         print_facts([("weights", found.weights), ("optimizer", found.optimizer or "no states")])
 

@@ -276,7 +276,7 @@ def _comparable(
         for key, own in saved.tensors.items()
         if key in keys
     }
-    # Files without the names of masters do not tell frozen parameters, which have no copy beside their weights.
+    # Files without the names of masters do not identify frozen parameters, whose weights have no other copy.
     copies, own = tensors.get(MODULE, {}), live.tensors.get(MODULE, {})
     for name in [name for name in copies if name not in own and name in live.tensors.get(WEIGHTS, {})]:
         tensors.setdefault(WEIGHTS, {}).setdefault(name, copies.pop(name))

@@ -22,6 +22,7 @@ TITLES = {
     "PlanError": "PlanError: this checkpoint cannot give the requested output",
     "ArgumentError": "ArgumentError: an argument is wrong",
     "CkptError": "CkptError: ranks that fail together, and findings of verify",
+    "ProofError": "ProofError: the live state differs from the saved one",
 }
 """Headings of the public classes, in the order of the page."""
 

@@ -116,7 +116,7 @@ class SavedDigests:
     """The digests that a save records, of the bytes that this rank writes; computed by ``message``, in any thread.
 
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
-    state: at once, if the train loop goes on before the save has ended, but not the module's copies of stage 3, which
+    state: at once, if the train loop continues before the save has ended, but not the module's copies of stage 3, which
     a load makes from the masters.
 
     Args:
