@@ -7,10 +7,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckpttool import digests
 from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.units import Advance
+
+
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")
+"""Attributes of DeepSpeed's dynamic loss scaler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,12 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
     for group in checkpoint.groups:
         for name in group.parameters:
             for key, scalar in group.scalars.items():
-                numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
+                shape = parameters[name].shape if name in parameters else None
+                if key == "step" or scalar.dtype is None or scalar.shape != shape:
+                    numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
+                elif rank == 0:  # of a parameter of one element, where a number looks like a state of its shape
+                    value = np.array([scalar.value], dtype=numpy_dtype(scalar.dtype))
+                    tensors.setdefault(key, {})[name] = TensorDigest(scalar.dtype, shape, digests.digest(value))
     counters = {"global_steps": checkpoint.step, "global_samples": checkpoint.samples}
     counters["skipped_steps"] = checkpoint.skipped_steps if checkpoint.native else None
     state = checkpoint.scheduler if isinstance(checkpoint.scheduler, Mapping) else {}
@@ -155,8 +167,16 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         groups=[{k: canonical(v) for k, v in group.hyperparameters.items()} for group in checkpoint.groups],
         group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
-        | {f"scheduler.{key}": canonical(value) for key, value in state.items()},
+        | {f"scheduler.{key}": canonical(value) for key, value in state.items()}
+        | _loss_scale(checkpoint.loss_scaler),
     )
+
+
+def _loss_scale(scaler: Any) -> dict[str, str]:
+    """Return the numbers of a dynamic loss scaler, in which form a file has it."""
+    state = scaler if isinstance(scaler, Mapping) else getattr(scaler, "state", None)
+    found = state if isinstance(state, Mapping) else {}
+    return {f"loss_scale.{key}": canonical(found[key]) for key in SCALER if key in found}
 
 
 def _named_as_live(content: Content, parameters: Mapping[str, Parameter]) -> Content:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckpttool.analysis.digest import state_digest
+from ckpttool.analysis.digest import state_digest, tensor_digests
 from ckpttool.dtypes import numpy_dtype
-from ckpttool.errors import CkptError, LayoutError, ProofError
+from ckpttool.errors import CkptError, LayoutError, PlanError, ProofError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
-from ckpttool.model import MODULE
-from ckpttool.model.selection import find
-from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, merge
+from ckpttool.integrations.state_comparison import Scope, compare
+from ckpttool.model.selection import contents, find
+from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest, merge
 from ckpttool.plan.builder import source_files
+from ckpttool.saving.coordination import agree_to_begin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.formats import Source
     from ckpttool.integrations.torch.live import LiveState, Piece
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
 
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 TIMEOUT = 1800.0
 """Default of ``timeout``: seconds that a rank may lag."""
 HINT = "do not train on: build a new model and optimizer, and load again"
@@ -85,13 +89,13 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _raise_first("live_digest", messages)
-        found, problems, _ = merge([message["live"] for message in messages])
+        found, problems, *_ = merge([message["live"] for message in messages])
         if problems:
             raise _error("live_digest", problems)
         return found.to_json()
 
-    message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).message()})
-    return StateDigest.from_json(ranks.agree("live_digest", message, decide, timeout=timeout))
+    message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).message(gathered=False)})
+    return StateDigest.from_json(ranks.agree("live_digest", message, _guarded(decide), timeout=timeout))
 
 
 def prove(  # noqa: PLR0913  public API
@@ -137,7 +141,9 @@ def prove(  # noqa: PLR0913  public API
 
     options = opening_options(storage_options, follow_links, open_budget)
     ranks = _ranks("prove")
-    paths = source_paths(src)
+    paths: list[str] = []
+    asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
+    agree_to_begin(ranks, "prove", asked, lambda: paths.extend(source_paths(src)), timeout=timeout)
     checkpoint = open_together(
         paths[0],
         source_storage(paths, options),
@@ -146,31 +152,27 @@ def prove(  # noqa: PLR0913  public API
         timeout=timeout,
     )
     subject = partial(_state_of, model, optimizer, scheduler)
-    return prove_state(subject, checkpoint, ranks, weights_only=weights_only, timeout=timeout)
+    return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only), timeout=timeout)
 
 
 def prove_state(
     subject: Callable[[], LiveState],
     checkpoint: Checkpoint,
     ranks: Ranks,
+    scope: Scope,
     *,
-    weights_only: bool = False,
-    without: Collection[str] = (),
-    without_names: Collection[str] = (),
     timeout: float,
 ) -> Proof:
-    """Compare the live state of all ranks with a checkpoint; arguments and errors as for ``prove``.
+    """Compare the live state of all ranks with a checkpoint; errors as for ``prove``.
 
     Args:
         subject: Returns the ``LiveState`` of this rank.
         checkpoint: The checkpoint, the same on all ranks.
         ranks: The ranks that take part.
-        weights_only: As for ``prove``.
-        without: States and groups of values that are not compared: "scheduler", "loss_scale", "groups", "module".
-        without_names: Parameters and buffers that are not compared.
+        scope: The restored part.
         timeout: Seconds that a rank may lag.
     """
-    began = time.perf_counter()
+    began, path = time.perf_counter(), checkpoint.location
     states: list[LiveState] = []
 
     def own() -> dict[str, Any]:
@@ -181,39 +183,61 @@ def prove_state(
         return found
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        _raise_first(checkpoint.location, messages)
-        live, problems, unproven = merge([message["live"] for message in messages])
+        _raise_first(path, messages)
         saved = _expected(checkpoint, [message.get("saved") for message in messages])
-        live = _with_aliases(live, {k: v for message in messages for k, v in message["live"]["aliases"].items()})
-        others = {name for message in messages for name in message["live"]["others"]}
-        names = {*without_names, *others}
-        comparable, left_out = _comparable(saved, live, checkpoint, weights_only, {*without, *unproven}, names)
-        if held := sorted(others & saved.tensors.get(WEIGHTS, {}).keys()):
-            left_out.append(f"{', '.join(held)}: neither a parameter nor a buffer")
-        problems += comparable.mismatches(live)
-        left_out += _uncovered(comparable, [message["live"]["pieces"] for message in messages], checkpoint)
+        found = compare(saved, [message["live"] for message in messages], checkpoint, scope)
+        if not found.mismatches and not found.tensors:
+            raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
         return {
-            "problems": [list(problem) for problem in problems[:SHOWN]],
-            "tensors": comparable.count,
-            "states": _compared(comparable),
-            "unproven": [*(f"{key}: {why}" for key, why in unproven.items()), *left_out],
+            "mismatches": [list(mismatch) for mismatch in found.mismatches[:SHOWN]],
+            "rounded": {name: str(one) for name, one in found.rounded.items()},
+            "tensors": found.tensors,
+            "states": found.states,
+            "notes": found.notes,
         }
 
-    verdict = ranks.agree(checkpoint.location, _message(own), decide, timeout=timeout)
-    problems = [Mismatch(*problem) for problem in verdict["problems"]]
-    if problems:
-        problems[0] = _located(problems[0], states[0], checkpoint, ranks, timeout)
-        raise _error(checkpoint.location, problems)
+    verdict = ranks.agree(path, _message(own), _guarded(decide), timeout=timeout)
+    mismatches = [Mismatch(*one) for one in verdict["mismatches"]]
+    if not mismatches and verdict["rounded"]:
+        rounded = {name: TensorDigest.parse(text) for name, text in verdict["rounded"].items()}
+        mismatches = _compare_rounded(rounded, checkpoint, ranks, timeout)
+    if mismatches:
+        mismatches[0] = _located(mismatches[0], states[0], checkpoint, ranks, timeout)
+        raise _error(path, mismatches)
     return Proof(
-        path=checkpoint.location,
+        path=path,
         step=checkpoint.step,
         ranks=ranks.size,
         tensors=verdict["tensors"],
         states=tuple(verdict["states"]),
         recorded=checkpoint.digests is not None,
-        unproven=tuple(verdict["unproven"]),
+        unproven=tuple(verdict["notes"]),
         seconds=time.perf_counter() - began,
     )
+
+
+def _compare_rounded(
+    live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks, timeout: float
+) -> list[Mismatch]:
+    """Compare weights that a run keeps in a narrower type than the save: they must equal the cast saved ones."""
+    stored = {alias: checkpoint.aliases.get(alias, alias) for alias in live}
+    there = {c.name: c for c in contents(checkpoint) if c.key == WEIGHTS}
+
+    def own() -> dict[str, Any]:
+        share = [name for name in live if stored[name] in there][ranks.rank :: ranks.size]
+        tensors = [replace(there[stored[name]], name=name) for name in share]
+        dtypes = {name: live[name].dtype for name in share}
+        found = tensor_digests(checkpoint, tensors, jobs=None, dtypes=dtypes)
+        return {"digests": {name: str(one) for (_, name), one in found.items()}}
+
+    def decide(messages: list[Any]) -> list[list[str]]:
+        _raise_first(checkpoint.location, messages)
+        saved = {name: TensorDigest.parse(text) for m in messages for name, text in m["digests"].items()}
+        both = StateDigest(tensors={WEIGHTS: saved}), StateDigest(tensors={WEIGHTS: live})
+        return [list(mismatch) for mismatch in both[0].mismatches(both[1])[:SHOWN]]
+
+    found = ranks.agree(checkpoint.location, _message(own), _guarded(decide), timeout=timeout)
+    return [Mismatch(*one) for one in found]
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
@@ -238,79 +262,6 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
         ) from error
 
 
-def _with_aliases(live: StateDigest, aliases: Mapping[str, str]) -> StateDigest:
-    """Return a live state with its tied parameters under all of their names: formats store them under any."""
-
-    def all_names(own: Mapping[str, Any]) -> dict[str, Any]:
-        return {**own, **{alias: own[name] for alias, name in aliases.items() if name in own}}
-
-    return replace(
-        live,
-        tensors={key: all_names(own) for key, own in live.tensors.items()},
-        numbers={key: all_names(own) for key, own in live.numbers.items()},
-        group_of=all_names(live.group_of),
-    )
-
-
-def _comparable(
-    saved: StateDigest,
-    live: StateDigest,
-    checkpoint: Checkpoint,
-    weights_only: bool,
-    without: set[str],
-    without_names: set[str],
-) -> tuple[StateDigest, list[str]]:
-    """Return the part of a saved state that a live one can have, and the parts that it cannot, as text."""
-    notes = []
-    weights_only = weights_only or not live.group_of
-    trained = {name for key, own in saved.tensors.items() if key not in {WEIGHTS, MODULE} for name in own}
-    if not weights_only and not trained and {*live.numbers, *live.tensors} - {WEIGHTS, MODULE}:
-        notes.append(checkpoint.left_out or "the optimizer's states, which the checkpoint does not hold")
-    if not weights_only and (frozen := {*saved.group_of} - {*live.group_of}):
-        without_names |= frozen
-        notes.append(f"{len(frozen)} parameters that were trained and are frozen now")
-    keys = {WEIGHTS, MODULE} if weights_only else {*saved.tensors}
-    keys -= without if MODULE in live.tensors else {*without, MODULE}
-    tensors = {
-        key: {name: one for name, one in own.items() if name not in without_names}
-        for key, own in saved.tensors.items()
-        if key in keys
-    }
-    # Files without the names of masters do not identify frozen parameters, whose weights have no other copy.
-    copies, own = tensors.get(MODULE, {}), live.tensors.get(MODULE, {})
-    for name in [name for name in copies if name not in own and name in live.tensors.get(WEIGHTS, {})]:
-        tensors.setdefault(WEIGHTS, {}).setdefault(name, copies.pop(name))
-    if weights_only:
-        return StateDigest(tensors=tensors), notes
-    kinds = {name.partition(".")[0] for name in live.values} - without
-    return StateDigest(
-        tensors=tensors,
-        numbers={
-            key: {name: number for name, number in own.items() if name not in without_names}
-            for key, own in saved.numbers.items()
-            if key not in without
-        },
-        groups=saved.groups,
-        group_of={} if "groups" in without else saved.group_of,
-        values={name: text for name, text in saved.values.items() if name.partition(".")[0] in kinds},
-    ), notes
-
-
-def _uncovered(saved: StateDigest, pieces: Sequence[Sequence[Any]], checkpoint: Checkpoint) -> list[str]:
-    """Return, as text, which live weights have no counterpart among the compared tensors."""
-    held = {name for key in (WEIGHTS, MODULE) for name in saved.tensors.get(key, ())}
-    held |= {checkpoint.aliases.get(name, name) for name in held}
-    held |= {alias for alias, name in checkpoint.aliases.items() if name in held}
-    names = dict.fromkeys(piece[1] for own in pieces for piece in own if piece[0] in {WEIGHTS, MODULE})
-    lacking = [name for name in names if name not in held]
-    return [f"{len(lacking):,} tensors of the model, such as {lacking[0]}"] if lacking else []
-
-
-def _compared(saved: StateDigest) -> list[str]:
-    names = [*saved.tensors, *saved.numbers, *(["hyper-parameters"] if saved.group_of else [])]
-    return [*names, *dict.fromkeys(name.partition(".")[0] for name in saved.values)]
-
-
 def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks: Ranks, timeout: float) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
     if not problem.problem.startswith("has other values"):
@@ -324,11 +275,13 @@ def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks:
         for rank, message in enumerate(messages):
             if message.get("range") is not None:
                 first, last, count = message["range"]
-                return f"on rank {rank}, {count:,} of the elements {first:,} to {last:,}"
-        return "the files hold the live values, and differ from the digests that the save recorded"
+                return f" (on rank {rank}, {count:,} of the elements {first:,} to {last:,})"
+        if any("error" in message for message in messages):  # the files do not have it
+            return ""
+        return " (the files hold the live values, and differ from the digests that the save recorded)"
 
-    where = ranks.agree(checkpoint.location, _message(own), decide, timeout=timeout)
-    return problem._replace(problem=f"{problem.problem} ({where})")
+    where = ranks.agree(checkpoint.location, _message(own), _guarded(decide), timeout=timeout)
+    return problem._replace(problem=f"{problem.problem}{where}")
 
 
 def _different_range(checkpoint: Checkpoint, piece: Piece) -> tuple[int, int, int] | None:
@@ -385,6 +338,22 @@ def _message(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     except Exception as error:
         failed = LayoutError("the live state", f"cannot be digested: {type(error).__name__}: {error}", "see the log")
         return {"error": error_to_data(failed)}
+
+
+def _guarded(decide: Callable[[list[Any]], T]) -> Callable[[list[Any]], T]:
+    """Return a decision whose errors are errors of ckpttool: others would reach the first rank alone."""
+
+    def guarded(messages: list[Any]) -> T:
+        try:
+            return decide(messages)
+        except CkptError:
+            raise
+        except Exception as error:
+            LOG.exception("digests could not be compared")
+            problem = f"cannot be compared: {type(error).__name__}: {error}"
+            raise LayoutError("the live state", problem, "see the log of rank 0") from error
+
+    return guarded
 
 
 def _raise_first(path: str, messages: Sequence[Mapping[str, Any]]) -> None:

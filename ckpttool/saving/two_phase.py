@@ -241,7 +241,7 @@ def _merged(messages: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | No
     own = [message for message in messages if message is not None]
     if len(own) < len(messages):
         return None
-    found, problems, _ = merge(own)
+    found, problems, *_ = merge(own)
     for problem in problems[:MOST_WARNINGS]:
         LOG.warning("the saved state is inconsistent: %s", problem)
     return found.to_json()

@@ -34,14 +34,14 @@ def _prove(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     from tests.formats import fsdp_runs
 
     fsdp_runs.train(job, directory)
-    net, optimizer, _ = fsdp_runs.start(job)
+    net, optimizer, scheduler = fsdp_runs.start(job)
     for step in range(fsdp_runs.STEPS):
         fsdp_runs.advance(net, optimizer, step)
     own = ckpttool.live_digest(net, optimizer)
     found: dict[str, Any] = {"digests": [str(one) for key in sorted(own.tensors) for one in own.tensors[key].values()]}
     for name in SAVED:
         with_states = None if name == "shards" else optimizer
-        found[name] = str(ckpttool.prove(net, directory / job["id"] / name, optimizer=with_states))
+        found[name] = str(ckpttool.prove(net, directory / job["id"] / name, optimizer=with_states, scheduler=scheduler))
     fsdp_runs.advance(net, optimizer, 9)
     with pytest.raises(ckpttool.ProofError) as caught:
         ckpttool.prove(net, directory / job["id"] / "verl", optimizer=optimizer)

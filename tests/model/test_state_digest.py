@@ -25,7 +25,7 @@ def _message(**given: Any) -> dict[str, Any]:
 def _piece(
     value: int, place: str = "0", numel: int = 4, shape: tuple[int, ...] = (4,), dtype: str = "F32"
 ) -> list[Any]:
-    return ["weights", "a", dtype, list(shape), place, numel, f"{value:032x}"]
+    return ["weights", "a", dtype, list(shape), place, numel, f"{value:032x}", False]
 
 
 def _state(**given: Any) -> StateDigest:
@@ -44,7 +44,7 @@ def test_parts_add_up_and_replicas_count_once() -> None:
         _message(pieces=[_piece(half, "0", 2)]),
         _message(pieces=[_piece(3, "2", 2)]),
     ]
-    found, problems, _ = merge(messages)
+    found, problems, *_ = merge(messages)
     assert problems == []
     assert found.tensors == {"weights": {"a": TensorDigest("F32", (4,), 2)}}, "modulo 2^64 in each lane"
 
@@ -59,14 +59,14 @@ def test_parts_add_up_and_replicas_count_once() -> None:
     ],
 )
 def test_contradictions_of_ranks_are_named(pieces: list[Any], told: str) -> None:
-    _, problems, _ = merge([_message(pieces=own) for own in pieces])
+    _, problems, *_ = merge([_message(pieces=own) for own in pieces])
     assert list(map(str, problems)) == [told]
 
 
 def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:
     messages = [_message(numbers={"step": {"a": 3.0}, "d": {"a": n}}) for n in (1.0, 2.0)]
     assert list(map(str, merge(messages)[1])) == ["d of a is 2 on rank 1, but 1 before it"]
-    found, problems, unproven = merge([{**message, "partitioned": True} for message in messages])
+    found, problems, unproven, _ = merge([{**message, "partitioned": True} for message in messages])
     assert (problems, [*unproven], found.numbers) == ([], ["d"], {"step": {"a": 3.0}})
 
 

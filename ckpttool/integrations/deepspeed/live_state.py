@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ckpttool import digests
+from ckpttool.analysis.digest import SCALER
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, shape_of
@@ -33,7 +34,7 @@ from ckpttool.integrations.torch.live import (
     tensor_text,
 )
 from ckpttool.model import MODULE
-from ckpttool.model.state_digest import WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,9 +93,13 @@ def engine_state(live: LiveEngine) -> LiveState:
     engine = live.engine
     values = {name: canonical(getattr(engine, name)) for name in COUNTERS if hasattr(engine, name)}
     values |= scheduler_values(engine.lr_scheduler)
-    scale = getattr(getattr(live.optimizer, "loss_scaler", None), "cur_scale", None)
-    if live.dtype == "F16" and scale is not None:
-        values["loss_scale"] = canonical(scale, tensor_text)
+    if live.dtype == "F16":
+        # The place in ZeRO, in wrappers without ZeRO, and in those of older releases.
+        owners = [getattr(live.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+        owners.append(live.optimizer)
+        scaler = next((s for s in owners if getattr(s, "cur_scale", None) is not None), None)
+        held = {key: getattr(scaler, key, None) for key in SCALER}
+        values |= {f"loss_scale.{key}": canonical(v, tensor_text) for key, v in held.items() if v is not None}
     groups = {reader.name_of(name): number for number, names in enumerate(live.model.groups) for name in names}
     options = [options_of(group) for group in live.hyperparameters]
     aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
@@ -108,6 +113,8 @@ def engine_state(live: LiveEngine) -> LiveState:
         aliases=aliases,
         unproven=reader.unproven,
         partitioned=live.partitions_states,
+        frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
+        trains=has_optimizer(live.optimizer),
         others=live.model.others,
     )
 
@@ -132,6 +139,8 @@ class SavedDigests:
         self._digests: list[Callable[[], int]] = []
         pieces = []
         for piece in state.pieces:
+            if piece.key == GATHERED:
+                continue
             read = self._in_file(piece)
             if read is None and ((piece.whole and rank) or (piece.key == MODULE and not waits)):
                 continue
@@ -213,8 +222,10 @@ class _Reader:
             own = parameter.ds_tensor
             rank = dist.get_rank(parameter.ds_process_group)
             self._partition(key, name, own.data.reshape(-1), rank * own.ds_numel)
+            if getattr(parameter, "ds_persist", False) and parameter.ds_status.name == "AVAILABLE":
+                self.pieces.append(Piece(GATHERED, name, parameter.data, shape_of(parameter), 0))
         for name, buffer in self.live.buffers().items():
-            self.pieces.append(Piece(WEIGHTS, plain_name(name), buffer.data, tuple(buffer.shape), 0))
+            self.pieces.append(Piece(WEIGHTS, plain_name(name), buffer.data, tuple(buffer.shape), 0, is_buffer=True))
 
     def read_optimizer(self) -> None:
         """Collect the master weights, and the states of the optimizer."""

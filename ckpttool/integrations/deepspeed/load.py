@@ -18,7 +18,6 @@ from ckpttool.formats import open_checkpoint, opening_options, source_paths, sou
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
     drop_gradients,
-    has_optimizer,
     inspect_engine,
     keeps_loss_scale,
     micro_batches,
@@ -30,6 +29,7 @@ from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, P
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import Proof, prove_state
+from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import (
     Agree,
     agree_on_all_ranks,
@@ -223,8 +223,6 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
     without |= set() if report.loss_scale else {"loss_scale"}
     without |= {"groups"} if report.groups_kept else set()
     without |= set() if report.rank_state is not None else {"rank_state"}
-    if not has_optimizer(live.optimizer) and live.dtype != "F32":
-        without.add("weights")  # of a model that is only run, and rounds them
 
     def subject() -> LiveState:
         state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
@@ -232,15 +230,13 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
         return replace(state, values=values, own=own)
 
-    return prove_state(
-        subject,
-        checkpoint,
-        ranks,
+    scope = Scope(
         weights_only=report.weights_only or not report.optimizer,
-        without=without,
-        without_names={*report.unexpected, *(() if fitted is None else fitted.fresh)},
-        timeout=TIMEOUT,
+        without=frozenset(without),
+        without_names=frozenset(report.unexpected),
+        without_states_of=frozenset() if fitted is None else fitted.fresh,
     )
+    return prove_state(subject, checkpoint, ranks, scope, timeout=TIMEOUT)
 
 
 def _inject(

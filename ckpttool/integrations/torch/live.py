@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
-from ckpttool.model.state_digest import WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +52,8 @@ class Piece:
     """Shape of the whole tensor."""
     starts: tuple[int, ...] | int
     """Index of the first element in each dimension; or in C order, if the elements are one run."""
+    is_buffer: bool = False
+    """Whether it is a buffer, of which ranks may have their own values."""
 
     @property
     def whole(self) -> bool:
@@ -90,6 +92,10 @@ class LiveState:
     """States that are not digested, such as "momentum_buffer", and why."""
     partitioned: bool = False
     """Whether the optimizer steps on partitions of flat buffers instead of parameters."""
+    frozen: Sequence[str] = ()
+    """Parameters that need no gradient."""
+    trains: bool = False
+    """Whether there is an optimizer."""
     others: Sequence[str] = ()
     """Names in the module's state dict that are neither parameters nor buffers."""
 
@@ -97,18 +103,19 @@ class LiveState:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def message(self, found: Sequence[int] | None = None) -> dict[str, Any]:
+    def message(self, found: Sequence[int] | None = None, *, gathered: bool = True) -> dict[str, Any]:
         """Return the digests of this rank as JSON data, for ``merge``.
 
         Args:
             found: Digests of the pieces, if they are known.
+            gathered: Whether to include weights that are gathered beside their partitions.
         """
         values = self._digests() if found is None else found
         return {
             "pieces": [
-                [p.key, p.name, p.dtype, list(p.shape), str(p.starts), p.tensor.numel(), f"{v:032x}"]
+                [p.key, p.name, p.dtype, list(p.shape), str(p.starts), p.tensor.numel(), f"{v:032x}", p.is_buffer]
                 for p, v in zip(self.pieces, values, strict=True)
-                if p.tensor.numel() or p.whole
+                if (p.tensor.numel() or p.whole) and (gathered or p.key != GATHERED)
             ],
             "numbers": self.numbers,
             "groups": [dict(options) for options in self.groups],
@@ -118,6 +125,8 @@ class LiveState:
             "aliases": dict(self.aliases),
             "unproven": dict(self.unproven),
             "others": list(self.others),
+            "frozen": list(self.frozen),
+            "trains": self.trains,
             "partitioned": self.partitioned,
         }
 
@@ -234,7 +243,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
         pieces.append(piece_of(WEIGHTS, name, parameter))
     for full, buffer in module.named_buffers():
         if full in state_dict:
-            pieces.append(piece_of(WEIGHTS, plain_name(full), buffer))
+            pieces.append(replace(piece_of(WEIGHTS, plain_name(full), buffer), is_buffer=True))
     every = module.named_parameters(remove_duplicate=False)
     aliases = {plain_name(n): names[id(p)] for n, p in every if plain_name(n) != names[id(p)]}
     tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
@@ -243,10 +252,12 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
         return LiveState(pieces, values=scheduler_values(scheduler), aliases=aliases, others=others)
     numbers: dict[str, dict[str, float]] = {}
     group_of = {}
+    strangers = 0
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
             if not name:
+                strangers += 1
                 continue
             group_of[name] = number
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -254,8 +265,23 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
                     numbers.setdefault(key, {})[name] = found
                 elif isinstance(value, torch.Tensor):
                     pieces.append(piece_of(key, name, value))
-    groups = [options_of(group) for group in optimizer.param_groups]
-    return LiveState(pieces, numbers, groups, group_of, scheduler_values(scheduler), aliases=aliases, others=others)
+    if strangers and not group_of:
+        problem = "has none of the model's parameters"
+        raise ArgumentError(
+            "optimizer", problem, "make it after the model is wrapped (fully_shard replaces parameters)"
+        )
+    return LiveState(
+        pieces,
+        numbers,
+        [options_of(group) for group in optimizer.param_groups],
+        group_of,
+        scheduler_values(scheduler),
+        aliases=aliases,
+        others=others,
+        unproven={f"{strangers} parameters of the optimizer": "the model does not have them"} if strangers else {},
+        frozen=[name for full, p in module.named_parameters() if not p.requires_grad for name in [plain_name(full)]],
+        trains=True,
+    )
 
 
 def unwrapped(model: Any) -> Any:

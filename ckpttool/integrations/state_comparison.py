@@ -1,0 +1,246 @@
+"""Compare the digests of a live state with a saved one: the parts of both, and the reasons to leave out others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpttool.digests import kind_of
+from ckpttool.dtypes import itemsize
+from ckpttool.model import MODULE
+from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ckpttool.model import Checkpoint
+    from ckpttool.model.state_digest import TensorDigest
+
+T = TypeVar("T")
+_RETURNED = frozenset({"client_state", "rank_state"})
+"""Values that a load returns to the caller: no live state has them later."""
+_COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
+"""Counters of DeepSpeed's engine, which other models do not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """The part of a state that was restored."""
+
+    weights_only: bool = False
+    """Whether only weights and buffers were."""
+    without: frozenset[str] = frozenset()
+    """States and kinds of values that were not: "scheduler", "loss_scale", "groups", "module"."""
+    without_names: frozenset[str] = frozenset()
+    """Parameters and buffers that were not."""
+    without_states_of: frozenset[str] = frozenset()
+    """Parameters whose optimizer states were not."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """The result of a comparison."""
+
+    mismatches: list[Mismatch] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Parts that were not compared, as text."""
+    rounded: dict[str, TensorDigest] = field(default_factory=dict)
+    """Live weights in a narrower type than the saved ones, which must equal these once they are cast."""
+    tensors: int = 0
+    """Tensors compared."""
+    states: list[str] = field(default_factory=list)
+    """Names of the compared states and values."""
+
+
+class _Live:
+    """The live state of all ranks.
+
+    Args:
+        messages: ``LiveState.message`` of each rank.
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.own, self.problems, self.unproven, self.notes = merge(messages)
+        self.gathered = self.own.tensors.get(GATHERED, {})
+        self.own = replace(self.own, tensors={k: own for k, own in self.own.tensors.items() if k != GATHERED})
+        self.aliases = {alias: name for message in messages for alias, name in message["aliases"].items()}
+        self.others = {name for message in messages for name in message["others"]}
+        self.frozen = {name for message in messages for name in message["frozen"]}
+        self.trains = any(message["trains"] for message in messages)
+        self.all = StateDigest(
+            tensors={key: self._all_names(own) for key, own in self.own.tensors.items()},
+            numbers={key: self._all_names(own) for key, own in self.own.numbers.items()},
+            groups=self.own.groups,
+            group_of=self._all_names(self.own.group_of),
+            values=self.own.values,
+        )
+        """The state with its tied parameters under all of their names."""
+        self.names = {name for own in self.all.tensors.values() for name in own}
+
+    def _all_names(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        return {**own, **{alias: own[name] for alias, name in self.aliases.items() if name in own}}
+
+
+def compare(
+    saved: StateDigest, messages: Sequence[Mapping[str, Any]], checkpoint: Checkpoint, scope: Scope
+) -> Comparison:
+    """Compare a saved state with the live state of all ranks.
+
+    Args:
+        saved: The saved state.
+        messages: ``LiveState.message`` of each rank.
+        checkpoint: The checkpoint.
+        scope: The restored part.
+    """
+    live = _Live(messages)
+    result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in live.unproven.items()])
+    result.notes += live.notes
+    for name, gathered in live.gathered.items():
+        key = MODULE if name in live.own.tensors.get(MODULE, {}) else WEIGHTS
+        if live.own.tensors[key][name].value != gathered.value:
+            result.mismatches.append(Mismatch(key, name, "is not the same gathered and partitioned"))
+    weights_only = scope.weights_only or not live.trains
+    if not weights_only and not saved.group_of:
+        result.notes.append(checkpoint.left_out or "the optimizer's states, which the checkpoint does not hold")
+    saved = _renamed(saved, live, checkpoint.aliases)
+    whole = {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
+    if whole and not weights_only:
+        result.notes.append(f"{', '.join(sorted(whole))}, whose shape is not the parameter's")
+    frozen = set() if weights_only else {*saved.group_of} & live.frozen
+    if frozen:
+        result.notes.append(f"the optimizer states of {len(frozen):,} parameters that are frozen now")
+    if held := sorted(live.others & saved.tensors.get(WEIGHTS, {}).keys()):
+        result.notes.append(f"{', '.join(held)}: neither a parameter nor a buffer")
+    scope = replace(
+        scope,
+        weights_only=weights_only,
+        without=scope.without | live.unproven.keys() | whole,
+        without_names=scope.without_names | live.others,
+        without_states_of=scope.without_states_of | frozen,
+    )
+    comparable = _tensors(saved, live, scope, result)
+    if not weights_only:
+        comparable = _optimizer(comparable, saved, live, scope, result)
+    result.mismatches += comparable.mismatches(live.all)
+    result.notes += _uncovered(comparable, result.rounded, live, scope)
+    result.tensors = comparable.count + len(result.rounded)
+    names = [*comparable.tensors, *comparable.numbers, *(["hyper-parameters"] if comparable.group_of else [])]
+    result.states = [*names, *dict.fromkeys(name.partition(".")[0] for name in comparable.values)]
+    return result
+
+
+def _renamed(saved: StateDigest, live: _Live, aliases: Mapping[str, str]) -> StateDigest:
+    """Return a saved state under the names of the live one.
+
+    Formats save a tied tensor under one of its names, or under several. Where the live names are not tied, each is
+    compared.
+    """
+    tied: dict[str, set[str]] = {}
+    for alias, name in aliases.items():
+        tied.setdefault(name, {name}).add(alias)
+    sets = {one: sorted(names) for names in tied.values() for one in names}
+
+    def renamed(own: Mapping[str, T], everything: Iterable[str], apart: Iterable[str]) -> dict[str, T]:
+        result: dict[str, T] = {}
+        for name, one in own.items():
+            names = sets.get(name, [name])
+            first = name if name in everything else next((n for n in names if n in everything), name)
+            result |= {n: one for n in names if n in apart and n not in own} | {first: one}
+        return result
+
+    def all_of(kind: str, found: Mapping[str, Mapping[str, T]]) -> dict[str, dict[str, T]]:
+        full, bare = getattr(live.all, kind), getattr(live.own, kind)
+        return {key: renamed(own, full.get(key, live.names), bare.get(key, ())) for key, own in found.items()}
+
+    return replace(
+        saved,
+        tensors=all_of("tensors", saved.tensors),
+        numbers=all_of("numbers", saved.numbers),
+        group_of=renamed(saved.group_of, live.all.group_of, ()),
+    )
+
+
+def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) -> StateDigest:
+    """Return the saved tensors that are compared; sort out live weights in a narrower type."""
+    keys = {WEIGHTS, MODULE} if scope.weights_only else {*saved.tensors}
+    keys -= scope.without if MODULE in live.own.tensors else scope.without | {MODULE}
+    tensors = {
+        key: {
+            name: one
+            for name, one in own.items()
+            if name not in scope.without_names and (key in {WEIGHTS, MODULE} or name not in scope.without_states_of)
+        }
+        for key, own in saved.tensors.items()
+        if key in keys
+    }
+    # Files without the names of masters do not identify frozen parameters, whose weights have no other copy.
+    copies, weights = tensors.get(MODULE, {}), tensors.setdefault(WEIGHTS, {})
+    there = live.all.tensors.get(WEIGHTS, {})
+    for name in [name for name in copies if name not in live.all.tensors[MODULE]]:
+        one = copies.pop(name)
+        if name in there:
+            weights.setdefault(name, one)
+    for name in [name for name in weights if name in there and _is_rounded(weights[name], there[name])]:
+        if scope.weights_only or name not in live.all.group_of:
+            del weights[name]
+            result.rounded[name] = there[name]
+    return StateDigest(tensors={key: own for key, own in tensors.items() if own})
+
+
+def _is_rounded(saved: TensorDigest, live: TensorDigest) -> bool:
+    same = kind_of(saved.dtype) == kind_of(live.dtype) and saved.shape == live.shape
+    return same and saved.value != live.value and itemsize(live.dtype) < itemsize(saved.dtype)
+
+
+def _optimizer(
+    comparable: StateDigest, saved: StateDigest, live: _Live, scope: Scope, result: Comparison
+) -> StateDigest:
+    """Add the optimizer's numbers, the hyper-parameters and the values; find live states that were not saved."""
+    left_out = scope.without_names | scope.without_states_of
+    if saved.group_of:
+        for key, own in live.own.tensors.items():
+            if key in {WEIGHTS, MODULE} | scope.without:
+                continue
+            held = saved.tensors.get(key, {})
+            surplus = [name for name, one in own.items() if name not in held and name not in left_out and one.value]
+            shapes = {name: live.own.tensors[WEIGHTS][name].shape for name in surplus}
+            like_weights = [name for name in surplus if own[name].shape == shapes[name]]
+            result.mismatches += [Mismatch(key, name, "is in the live state alone, and not 0") for name in like_weights]
+            if len(like_weights) < len(surplus):
+                result.notes.append(f"{key}, whose shape is not the parameter's")
+    groups = {} if "groups" in scope.without else saved.group_of
+    if groups and _partition(groups, live.all.group_of) != _partition(live.all.group_of, groups):
+        result.notes.append("hyper-parameters, because the groups have other parameters")
+        groups = {}
+    kinds = {name.partition(".")[0] for name in live.own.values}
+    lacking = {name.partition(".")[0] for name in saved.values} - kinds - scope.without - _RETURNED - _COUNTED
+    if lacking:
+        result.notes.append(f"{', '.join(sorted(lacking))}, which the live run does not have, or was not passed")
+    return replace(
+        comparable,
+        numbers={
+            key: {name: number for name, number in own.items() if name not in left_out}
+            for key, own in saved.numbers.items()
+            if key not in scope.without
+        },
+        groups=saved.groups,
+        group_of={name: group for name, group in groups.items() if name not in left_out},
+        values={name: text for name, text in saved.values.items() if name.partition(".")[0] in kinds - scope.without},
+    )
+
+
+def _partition(groups: Mapping[str, int], others: Mapping[str, int]) -> set[frozenset[str]]:
+    """Return the groups as sets of the parameters that both have."""
+    found: dict[int, set[str]] = {}
+    for name in groups.keys() & others.keys():
+        found.setdefault(groups[name], set()).add(name)
+    return set(map(frozenset, found.values()))
+
+
+def _uncovered(comparable: StateDigest, rounded: Mapping[str, TensorDigest], live: _Live, scope: Scope) -> list[str]:
+    """Return, as text, which live weights have no counterpart among the compared tensors."""
+    held = {name for key in (WEIGHTS, MODULE) for name in comparable.tensors.get(key, ())} | rounded.keys()
+    held |= {live.aliases[name] for name in held if name in live.aliases} | scope.without_names
+    names = dict.fromkeys(name for key in (WEIGHTS, MODULE) for name in live.own.tensors.get(key, ()))
+    lacking = [name for name in names if name not in held]
+    return [f"{len(lacking):,} tensors of the model, such as {lacking[0]}"] if lacking else []
