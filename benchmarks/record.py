@@ -33,6 +33,7 @@ BENCHMARKS = {
     "average": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
+    "prove": ["--runs", "7"],
     "restore": ["--runs", "2", "--stages", "3"],
     "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
     "trainer": ["--ranks", "2", "--parameters", "100", "--runs", "3"],

@@ -24,6 +24,7 @@ RUNS = {
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
     "fsdp2.py": [*ONCE, "--peer-runs", "1"],
     "merge_lora.py": ONCE,
+    "prove.py": ["--stages=2", "--parameters=.01", "--runs=1"],
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
@@ -39,6 +40,7 @@ ON_RAY = {
 PARTS = {
     "make_checkpoint.py",
     "make_fsdp2.py",
+    "prove_rank.py",
     "restore_rank.py",
     "save_rank.py",
     "trainer_rank.py",

@@ -191,7 +191,7 @@ class _Work:
                 written = read_safetensors(storage, location, weights)
                 selected = self.thinning.plan.selection.states
                 digest = same_weights(self.checkpoint, selected, written, self.options.jobs)
-                self._commit(replace(manifest, files=sums, thin=self.options.dtype), names)
+                self._commit(replace(manifest, files=sums, thin=self.options.dtype, digests=None), names)
             except BaseException:
                 # The answer to the commit may be lost: the manifest decides which files to remove.
                 with contextlib.suppress(CkptError):

@@ -94,7 +94,7 @@ def engine_state(live: LiveEngine) -> LiveState:
     values = {name: canonical(getattr(engine, name)) for name in COUNTERS if hasattr(engine, name)}
     values |= scheduler_values(engine.lr_scheduler)
     if live.dtype == "F16":
-        # The place in ZeRO, in wrappers without ZeRO, and in those of older releases.
+        # The place in ZeRO; in wrappers without ZeRO; and in older wrappers.
         owners = [getattr(live.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
         owners.append(live.optimizer)
         scaler = next((s for s in owners if getattr(s, "cur_scale", None) is not None), None)

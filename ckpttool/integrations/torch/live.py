@@ -53,7 +53,7 @@ class Piece:
     starts: tuple[int, ...] | int
     """Index of the first element in each dimension; or in C order, if the elements are one run."""
     is_buffer: bool = False
-    """Whether it is a buffer, of which ranks may have their own values."""
+    """Whether it is a buffer: ranks may have their own values."""
 
     @property
     def whole(self) -> bool:
@@ -266,7 +266,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
                 elif isinstance(value, torch.Tensor):
                     pieces.append(piece_of(key, name, value))
     if strangers and not group_of:
-        problem = "has none of the model's parameters"
+        problem = "has no parameter of the model"
         raise ArgumentError(
             "optimizer", problem, "make it after the model is wrapped (fully_shard replaces parameters)"
         )
