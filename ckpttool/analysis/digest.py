@@ -168,7 +168,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
         | {f"scheduler.{key}": canonical(value) for key, value in state.items()}
-        | _loss_scale(checkpoint.loss_scaler),
+        | (_loss_scale(checkpoint.loss_scaler) if checkpoint.dtype == "F16" else {}),
     )
 
 
