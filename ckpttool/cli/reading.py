@@ -196,13 +196,15 @@ def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -
 
 @click.command(cls=options.Command, short_help="Digest all values, the same however they are sharded.")
 @options.source_argument
-@click.option("--tensors", is_flag=True, help="One row for each tensor, with its own digest of 128 bits.")
+@click.option(
+    "--tensors", "view", flag_value="tensors", help="One row for each tensor, with its own digest of 128 bits."
+)
 @options.tag_option
 @options.jobs_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def digest(src: Any, tensors: bool, as_json: bool, **given: Any) -> None:
+def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
     """Print digests of the names, shapes and values of SRC: of its weights and of its optimizer states.
 
     Stage, number of ranks and file format do not change them. Reads every value once.
@@ -215,7 +217,7 @@ def digest(src: Any, tensors: bool, as_json: bool, **given: Any) -> None:
     each = {key: {name: str(one) for name, one in own.items()} for key, own in found.tensors.items()}
     if as_json:
         print_json({"weights": found.weights, "optimizer": found.optimizer, "tensors": each})
-    elif tensors:
+    elif view:
         rows = [[name, key, *text.split()] for key, own in each.items() for name, text in own.items()]
         print_table(["tensor", "state", "type", "shape", "digest"], rows)
     else:

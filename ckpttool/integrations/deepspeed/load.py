@@ -23,7 +23,6 @@ from ckpttool.integrations.deepspeed.engine import (
     micro_batches,
     warn_of,
 )
-from ckpttool.integrations.deepspeed.live_state import check_provable, engine_state, unprovable
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
@@ -36,7 +35,6 @@ from ckpttool.integrations.torch.collectives import (
     check_on_all_ranks,
     open_together,
 )
-from ckpttool.integrations.torch.live import LiveState, values_of
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.coordination import Ranks, agree_to_begin
 from ckpttool.saving.provenance import note_restored
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.checks import Check
     from ckpttool.formats import Source
     from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.integrations.torch.live import LiveState
     from ckpttool.model import Checkpoint
 
 TIMEOUT = 1800.0
@@ -173,6 +172,8 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
+    from ckpttool.integrations.deepspeed.live_state import check_provable, unprovable  # imports torch
+
     began = time.perf_counter()
     live: LiveEngine | None = None
     prepared: NativeState | PlannedState | None = None
@@ -217,6 +218,9 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
     Raises:
         ProofError: It differs from the saved state; on every rank.
     """
+    from ckpttool.integrations.deepspeed.live_state import engine_state  # imports torch
+    from ckpttool.integrations.torch.live import values_of
+
     checkpoint, fitted = prepared.checkpoint, prepared.fitted
     without = {"module"} if live.dtype != checkpoint.dtype else set()
     without |= set() if report.scheduler else {"scheduler"}
