@@ -1,10 +1,14 @@
 """Run every benchmark on one commit, and write the figures to ``benchmarks/record.json``.
 
     python benchmarks/record.py [--commit REV] [--only consolidate convert ...] [--data DIR]
+    python benchmarks/record.py --compare OLD.json    # measures nothing: what became slower or larger since
 
 The code of the commit is measured with the benchmark scripts of this checkout. Each comparison alternates its
 contestants and reverses their order every second round; the record has the median, the minimum and the maximum of every
 quantity, the commit and the kind of machine. ``tables.py`` writes the tables of README and docs from the record.
+
+``--compare`` compares the record with an older one: ratios to the base of each comparison, as seconds differ between
+machines. A contestant is worse if all its runs, against all runs of the base, are above the old ones.
 """
 
 from __future__ import annotations
@@ -20,9 +24,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage.local_writer import file_system_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "record.json"
@@ -86,13 +93,44 @@ def run(name: str, code: Path, data: Path, record: Path) -> None:
     subprocess.run(command, env=environment, check=True)
 
 
+def worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return a line for each quantity that has grown beyond the spread of both records."""
+    before = {(c["benchmark"], c["comparison"]): c for c in old["comparisons"]}
+    lines = []
+    for comparison in new["comparisons"]:
+        key = comparison["benchmark"], comparison["comparison"]
+        for name, quantities in comparison["contestants"].items():
+            for quantity in quantities:
+                ranges = [_ratio(c, name, quantity) for c in (before.get(key), comparison)]
+                if ranges[0] is None or ranges[1] is None or name == comparison["base"]:
+                    continue
+                (_, median, most), (least, now, _) = ranges
+                if least > most:
+                    lines.append(f"{' | '.join(key)} | {name}: {quantity} {median:.2f}x of the base, now {now:.2f}x")
+    return lines
+
+
+def _ratio(comparison: Mapping[str, Any] | None, name: str, quantity: str) -> tuple[float, float, float] | None:
+    """Return the least, the median and the largest ratio of a contestant to the base; None without figures."""
+    contestants = {} if comparison is None else comparison["contestants"]
+    own, base = (contestants.get(one, {}).get(quantity) for one in (name, comparison and comparison["base"]))
+    if own is None or base is None or not base["min"]:
+        return None
+    return own["min"] / base["max"], own["median"] / base["median"], own["max"] / base["min"]
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default="HEAD", help="the code to measure (default: HEAD)")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--data", type=Path, default=HERE / ".data", help="where checkpoints are made")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="print what became slower, measure nothing")
     arguments = parser.parse_args()
+    if arguments.compare is not None:
+        found = worse(json.loads(arguments.compare.read_text()), json.loads(RECORD.read_text()))
+        print("\n".join(found) or "nothing became slower beyond the spread")
+        sys.exit(bool(found))
     git = ["git", "-C", str(HERE)]
     commit = subprocess.run(
         [*git, "rev-parse", "--short=12", arguments.commit], capture_output=True, text=True, check=True

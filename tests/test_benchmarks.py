@@ -134,6 +134,31 @@ def test_a_missing_comparison_is_named(tables: Any) -> None:
         tables.render(record, "summary")
 
 
+@pytest.mark.parametrize(
+    ("wall", "told"),
+    [
+        ((1.0, 1.1, 1.2), []),
+        ((1.3, 1.4, 1.6), []),  # the base took 0.9 to 1.1 s
+        ((2.1, 2.2, 2.3), ["save | zero2 | ours: wall 1.10x of the base, now 2.20x"]),
+    ],
+)
+def test_a_comparison_of_records_names_what_became_slower_beyond_the_spread(
+    tables: Any, wall: tuple[float, float, float], told: list[str]
+) -> None:
+    assert tables
+    record = importlib.import_module("record")
+
+    def made(least: float, median: float, most: float) -> dict[str, Any]:
+        own, base = {"min": least, "median": median, "max": most}, {"min": 0.9, "median": 1.0, "max": 1.1}
+        contestants = {"ours": {"wall": own}, "base": {"wall": base}, "new": {"cpu": own}}
+        return {
+            "comparisons": [{"benchmark": "save", "comparison": "zero2", "base": "base", "contestants": contestants}]
+        }
+
+    assert record.worse(made(1.0, 1.1, 1.2), made(*wall)) == told
+    assert record.worse({"comparisons": []}, made(*wall)) == []
+
+
 def test_each_table_of_the_documents_has_a_benchmark(tables: Any) -> None:
     names = set(importlib.import_module("record").BENCHMARKS) | {"summary"}
     assert tables.documents()
