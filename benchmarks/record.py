@@ -101,12 +101,11 @@ def worse(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         key = comparison["benchmark"], comparison["comparison"]
         for name, quantities in comparison["contestants"].items():
             for quantity in quantities:
-                ranges = [_ratio(c, name, quantity) for c in (before.get(key), comparison)]
-                if ranges[0] is None or ranges[1] is None or name == comparison["base"]:
+                was, now = (_ratio(c, name, quantity) for c in (before.get(key), comparison))
+                if was is None or now is None or name == comparison["base"]:
                     continue
-                (_, median, most), (least, now, _) = ranges
-                if least > most:
-                    lines.append(f"{' | '.join(key)} | {name}: {quantity} {median:.2f}x of the base, now {now:.2f}x")
+                if now[0] > was[2]:
+                    lines.append(f"{' | '.join(key)} | {name}: {quantity} {was[1]:.2f}x of the base, now {now[1]:.2f}x")
     return lines
 
 
