@@ -100,6 +100,7 @@ def _train(job: dict[str, Any], directory: Path) -> None:
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(str(out), exclude_frozen_parameters=run.model == ADAPTER)
+    assert str(ckpttool.prove(engine, out)).startswith("proven: ")
     held = {key: tensor.detach().clone().contiguous() for key, tensor in common.live_tensors(engine).items()}
     if engine.global_rank == 0:
         save_file(held, str(out / "truth.safetensors"))

@@ -62,7 +62,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=not job.get("unseeded"), data_seed=3),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
-    saves = prepare(accelerator, **job["prepare"]) if job.get("prepare") is not None else None
+    saves = prepare(accelerator, prove=True, **job["prepare"]) if job.get("prepare") is not None else None
     if job.get("twice"):
         prepare(accelerator)
     model = torch.nn.Sequential(

@@ -70,7 +70,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     }  # fmt: skip
     options: dict[str, Any] = {"config": config, "process_group_backend": "gloo"}
     saves = job.get("saves")
-    strategy = DeepSpeedStrategy(**options) if saves is None else CkptDeepSpeedStrategy(**options, **saves)
+    strategy = DeepSpeedStrategy(**options) if saves is None else CkptDeepSpeedStrategy(**options, prove=True, **saves)
     inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
     rows = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(inputs), batch_size=GLOBAL_BATCH // job["world_size"]

@@ -74,6 +74,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     facts["losses"] = {str(e["step"]): e["loss"] for e in trainer.state.log_history if "loss" in e}
     facts["evals"] = {str(e["step"]): e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     facts["best"] = trainer.state.best_model_checkpoint
+    if callback is not None and callback.restored is not None:
+        assert str(callback.restored.proof).startswith("proven: ")
     facts["restored"] = callback.restored.path if callback is not None and callback.restored is not None else None
     if job.get("evaluate"):
         facts["evaluated"] = trainer.evaluate()["eval_loss"]
@@ -163,5 +165,5 @@ def build(job: dict[str, Any]) -> Any:
     data = [{"input_ids": line, "labels": line} for line in tokens()]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
     if job.get("callback") is not None:
-        trainer.add_callback(CkptCallback(**job["callback"]))
+        trainer.add_callback(CkptCallback(prove=True, **job["callback"]))
     return trainer

@@ -137,7 +137,7 @@ def dying(config: dict[str, Any]) -> None:
     newest = _newest_commit(config["run"])
     engine, train = engine_of(2)
     known = ray.train.get_checkpoint()
-    state = ray_train.restore(engine)
+    state = ray_train.restore(engine, prove=True)
     held = digest_of(engine)
     if rank == 0:
         saved = read(facts, f"step-{engine.global_steps}.json")
