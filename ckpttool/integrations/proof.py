@@ -16,8 +16,9 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.state_comparison import Scope, compare
+from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.model.selection import contents, find
-from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest, merge
+from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest
 from ckpttool.plan.builder import source_files
 from ckpttool.saving.coordination import agree_to_begin
 
@@ -89,12 +90,12 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _raise_first("live_digest", messages)
-        found, problems, *_ = merge([message["live"] for message in messages])
-        if problems:
-            raise _error("live_digest", problems)
-        return found.to_json()
+        merged = merge(_ranks_of(messages))
+        if merged.mismatches:
+            raise _error("live_digest", merged.mismatches)
+        return merged.state.to_json()
 
-    message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).message(gathered=False)})
+    message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()})
     return StateDigest.from_json(ranks.agree("live_digest", message, _guarded(decide), timeout=timeout))
 
 
@@ -177,7 +178,7 @@ def prove_state(
 
     def own() -> dict[str, Any]:
         states.append(subject())
-        found: dict[str, Any] = {"live": states[0].message()}
+        found: dict[str, Any] = {"live": states[0].digest().to_json()}
         if checkpoint.digests is None:
             found["saved"] = state_digest(checkpoint, (ranks.rank, ranks.size)).to_json()
         return found
@@ -185,7 +186,7 @@ def prove_state(
     def decide(messages: list[Any]) -> dict[str, Any]:
         _raise_first(path, messages)
         saved = _expected(checkpoint, [message.get("saved") for message in messages])
-        found = compare(saved, [message["live"] for message in messages], checkpoint, scope)
+        found = compare(saved, _ranks_of(messages), checkpoint, scope)
         if not found.mismatches and not found.tensors:
             raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
         return {
@@ -238,6 +239,11 @@ def _compare_rounded(
 
     found = ranks.agree(checkpoint.location, _message(own), _guarded(decide), timeout=timeout)
     return [Mismatch(*one) for one in found]
+
+
+def _ranks_of(messages: Sequence[Mapping[str, Any]]) -> list[RankDigest]:
+    parsed: dict[str, Any] = {}
+    return [RankDigest.from_json(message["live"], parsed) for message in messages]
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:

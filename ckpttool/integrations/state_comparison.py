@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
 from ckpttool.model import MODULE
-from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest, merge
+from ckpttool.model.rank_digest import merge
+from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.model import Checkpoint
+    from ckpttool.model.rank_digest import RankDigest
     from ckpttool.model.state_digest import TensorDigest
 
 T = TypeVar("T")
@@ -56,17 +58,17 @@ class _Live:
     """The live state of all ranks.
 
     Args:
-        messages: ``LiveState.message`` of each rank.
+        ranks: The digests of each rank.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self.own, self.problems, self.unproven, self.notes = merge(messages)
+    def __init__(self, ranks: Sequence[RankDigest]) -> None:
+        self.own, self.problems, self.unproven, self.notes = merge(ranks)
         self.gathered = self.own.tensors.get(GATHERED, {})
         self.own = replace(self.own, tensors={k: own for k, own in self.own.tensors.items() if k != GATHERED})
-        self.aliases = {alias: name for message in messages for alias, name in message["aliases"].items()}
-        self.others = {name for message in messages for name in message["others"]}
-        self.frozen = {name for message in messages for name in message["frozen"]}
-        self.trains = any(message["trains"] for message in messages)
+        self.aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
+        self.others = {name for own in ranks for name in own.others}
+        self.frozen = {name for own in ranks for name in own.frozen}
+        self.trains = any(own.trains for own in ranks)
         self.all = StateDigest(
             tensors={key: self._all_names(own) for key, own in self.own.tensors.items()},
             numbers={key: self._all_names(own) for key, own in self.own.numbers.items()},
@@ -81,18 +83,16 @@ class _Live:
         return {**own, **{alias: own[name] for alias, name in self.aliases.items() if name in own}}
 
 
-def compare(
-    saved: StateDigest, messages: Sequence[Mapping[str, Any]], checkpoint: Checkpoint, scope: Scope
-) -> Comparison:
+def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpoint, scope: Scope) -> Comparison:
     """Compare a saved state with the live state of all ranks.
 
     Args:
         saved: The saved state.
-        messages: ``LiveState.message`` of each rank.
+        ranks: The digests of each rank.
         checkpoint: The checkpoint.
         scope: The restored part.
     """
-    live = _Live(messages)
+    live = _Live(ranks)
     result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in live.unproven.items()])
     result.notes += live.notes
     for name, gathered in live.gathered.items():

@@ -19,8 +19,6 @@ GATHERED = "gathered"
 """State of live weights that a rank keeps whole beside its partition, as ZeRO-3 does with small parameters."""
 SHOWN = 60
 """Most characters of a value in a message."""
-FIRST_ALONE = frozenset({"client_state"})
-"""Kinds of values that only the first rank sends."""
 LONG = 200
 """Characters above which the text of plain data is replaced by its hash."""
 
@@ -177,79 +175,6 @@ def _packed(numbers: Mapping[str, float]) -> list[list[Any]]:
 
 def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, float]:
     return {str(name): number for number, names in found for name in names}
-
-
-def merge(messages: Sequence[Mapping[str, Any]]) -> tuple[StateDigest, list[Mismatch], dict[str, str], list[str]]:
-    """Merge the messages of all ranks.
-
-    Returns:
-        The digests of the whole state, of the first rank where ranks differ; its own contradictions; and the states
-        that belong to partitions instead of parameters, which are left out, and why; and remarks as text.
-    """
-    tensors, problems, notes = _merge_pieces([message["pieces"] for message in messages])
-    numbers: dict[str, dict[str, float]] = {}
-    first, values = messages[0], dict(messages[0]["values"])
-    unproven = {key: why for message in messages for key, why in message["unproven"].items()}
-    for rank, message in enumerate(messages):
-        values |= {f"{name} of rank {rank}": text for name, text in message["own"].items()}
-        for key, own in message["numbers"].items():
-            held = numbers.setdefault(key, {})
-            odd = [(name, number) for name, number in own.items() if held.setdefault(name, number) != number]
-            if odd and message["partitioned"] and key != "step":
-                unproven[key] = "it is a number of each partition"
-                continue
-            problems += [Mismatch(key, n, f"is {v:g} on rank {rank}, but {held[n]:g} before it") for n, v in odd]
-        for own_options, options in zip(message["groups"], first["groups"], strict=False):
-            different = sorted(k for k in own_options.keys() & options.keys() if own_options[k] != options[k])
-            if message["partitioned"]:
-                unproven |= dict.fromkeys(different, "it is a hyper-parameter of each partition")
-            else:
-                problems += [Mismatch(key, "", f"differs between ranks 0 and {rank}") for key in different]
-        there = {name: text for name, text in first["values"].items() if name.partition(".")[0] not in FIRST_ALONE}
-        different = [
-            name for name in there.keys() | message["values"] if message["values"].get(name) != there.get(name)
-        ]
-        problems += [Mismatch(name, "", f"differs between ranks 0 and {rank}") for name in sorted(different) if rank]
-    whole = StateDigest(
-        tensors=tensors,
-        numbers={key: own for key, own in numbers.items() if key not in unproven},
-        groups=[{k: text for k, text in options.items() if k not in unproven} for options in first["groups"]],
-        group_of={name: group for message in messages for name, group in message["group_of"].items()},
-        values=values,
-    )
-    return whole, problems, unproven, notes
-
-
-def _merge_pieces(
-    everyone: Sequence[Sequence[Sequence[Any]]],
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], list[str]]:
-    """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
-
-    Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
-    """
-    parts: dict[tuple[str, str, str, tuple[int, ...]], dict[tuple[str, int], tuple[int, int]]] = {}
-    problems = []
-    buffers: dict[str, None] = {}
-    for rank, pieces in enumerate(everyone):
-        for key, name, dtype, shape, place, numel, text, is_buffer in pieces:
-            value = int(text, 16)
-            held = parts.setdefault((key, name, dtype, tuple(shape)), {}).setdefault((place, numel), (rank, value))
-            if held[1] != value and is_buffer:
-                buffers[name] = None
-            elif held[1] != value:
-                problem = f"differs between ranks {held[0]} and {rank}, which have the same part"
-                problems.append(Mismatch(key, name, problem))
-    tensors: dict[str, dict[str, TensorDigest]] = {}
-    for (key, name, dtype, shape), own in parts.items():
-        covered, total = sum(numel for _, numel in own), math.prod(shape)
-        if covered != total:
-            problems.append(Mismatch(key, name, f"has parts of {covered:,} elements on all ranks, of {total:,}"))
-        if name in tensors.setdefault(key, {}):
-            problems.append(Mismatch(key, name, "has another type or shape on another rank"))
-        value = digests.add(*(value for _, value in own.values()))
-        tensors[key].setdefault(name, TensorDigest(dtype, shape, value))
-    notes = [f"{', '.join(buffers)} of ranks after the first, which have other values"] if buffers else []
-    return tensors, problems, notes
 
 
 def canonical(value: Any, tensor: Any = None) -> str:

@@ -24,7 +24,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import tag_in
-from ckpttool.model.state_digest import merge
+from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
 from ckpttool.saving.coordination import RankError
@@ -89,7 +89,7 @@ def save(
     *,
     timeout: float,
     failed: CkptError | None = None,
-    digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    digests: Callable[[], Mapping[str, str] | None] = lambda: None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
 
@@ -102,8 +102,8 @@ def save(
         files: The files of this rank.
         timeout: Seconds that a rank may lag.
         failed: Error of this rank that makes the save fail.
-        digests: Returns this rank's digests of its state, for ``model.state_digest.merge``, after its files are
-            written; None without.
+        digests: Called after the files are written; returns this rank's digests of its state (``RankDigest.to_json``),
+            or None.
 
     Raises:
         RankError: A rank failed or sent no message in time; nothing was committed.
@@ -236,15 +236,16 @@ def _finish(
     return fields
 
 
-def _merged(messages: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+def _merged(messages: Sequence[Mapping[str, str] | None]) -> dict[str, Any] | None:
     """Merge the digests of all ranks; None if a rank has none."""
     own = [message for message in messages if message is not None]
     if len(own) < len(messages):
         return None
-    found, problems, *_ = merge(own)
-    for problem in problems[:MOST_WARNINGS]:
-        LOG.warning("the saved state is inconsistent: %s", problem)
-    return found.to_json()
+    parsed: dict[str, Any] = {}
+    merged = merge([RankDigest.from_json(message, parsed) for message in own])
+    for mismatch in merged.mismatches[:MOST_WARNINGS]:
+        LOG.warning("the saved state is inconsistent: %s", mismatch)
+    return merged.state.to_json()
 
 
 def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Digests of a state: merged over ranks, compared, and written to JSON."""
+"""Digests of a state: compared, and written to JSON."""
 
 from __future__ import annotations
 
@@ -6,26 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool.model.state_digest import StateDigest, TensorDigest, canonical, merge
-
-
-def _message(**given: Any) -> dict[str, Any]:
-    empty: dict[str, Any] = {
-        "pieces": [],
-        "numbers": {},
-        "groups": [],
-        "group_of": {},
-        "values": {},
-        "own": {},
-        "unproven": {},
-    }
-    return {**empty, "partitioned": False, **given}
-
-
-def _piece(
-    value: int, place: str = "0", numel: int = 4, shape: tuple[int, ...] = (4,), dtype: str = "F32"
-) -> list[Any]:
-    return ["weights", "a", dtype, list(shape), place, numel, f"{value:032x}", False]
+from ckpttool.model.state_digest import StateDigest, TensorDigest, canonical
 
 
 def _state(**given: Any) -> StateDigest:
@@ -35,39 +16,6 @@ def _state(**given: Any) -> StateDigest:
         "group_of": {"a": 0, "b": 1}, "values": {"scheduler.last_epoch": "3"},
     }  # fmt: skip
     return StateDigest(**(values | given))
-
-
-def test_parts_add_up_and_replicas_count_once() -> None:
-    half = (1 << 64) - 1
-    messages = [
-        _message(pieces=[_piece(half, "0", 2)]),
-        _message(pieces=[_piece(half, "0", 2)]),
-        _message(pieces=[_piece(3, "2", 2)]),
-    ]
-    found, problems, *_ = merge(messages)
-    assert problems == []
-    assert found.tensors == {"weights": {"a": TensorDigest("F32", (4,), 2)}}, "modulo 2^64 in each lane"
-
-
-@pytest.mark.parametrize(
-    ("pieces", "told"),
-    [
-        ([[_piece(1)], [_piece(2)]], "weights of a differs between ranks 0 and 1, which have the same part"),
-        ([[_piece(1, "0", 2)], []], "weights of a has parts of 2 elements on all ranks, of 4"),
-        ([[_piece(1, "0", 2)], [_piece(1, "1", 3)]], "weights of a has parts of 5 elements on all ranks, of 4"),
-        ([[_piece(1)], [_piece(1, dtype="BF16")]], "weights of a has another type or shape on another rank"),
-    ],
-)
-def test_contradictions_of_ranks_are_named(pieces: list[Any], told: str) -> None:
-    _, problems, *_ = merge([_message(pieces=own) for own in pieces])
-    assert list(map(str, problems)) == [told]
-
-
-def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:
-    messages = [_message(numbers={"step": {"a": 3.0}, "d": {"a": n}}) for n in (1.0, 2.0)]
-    assert list(map(str, merge(messages)[1])) == ["d of a is 2 on rank 1, but 1 before it"]
-    found, problems, unproven, _ = merge([{**message, "partitioned": True} for message in messages])
-    assert (problems, [*unproven], found.numbers) == ([], ["d"], {"step": {"a": 3.0}})
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.files import Payload
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
@@ -120,7 +121,7 @@ def engine_state(live: LiveEngine) -> LiveState:
 
 
 class SavedDigests:
-    """The digests that a save records, of the bytes that this rank writes; computed by ``message``, in any thread.
+    """The digests that a save records, of the bytes that this rank writes; computed in any thread.
 
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
     state: at once, if the train loop continues before the save has ended, but not the module's copies of stage 3, which
@@ -163,9 +164,9 @@ class SavedDigests:
         first = piece.starts if isinstance(piece.starts, int) else 0
         return partial(_digest_payload, payload, start, nbytes, numpy_dtype(piece.dtype), first)
 
-    def message(self) -> dict[str, Any]:
-        """Return the digests of this rank as ``LiveState.message`` does."""
-        return self._state.message([digest() for digest in self._digests])
+    def compute(self) -> RankDigest:
+        """Return the digests of this rank."""
+        return self._state.digest([digest() for digest in self._digests])
 
 
 def _digest_payload(payload: Payload, start: int, nbytes: int, dtype: Any, first: int) -> int:

@@ -673,18 +673,18 @@ class _Digesting:
     """
 
     def __init__(self, digests: SavedDigests | None) -> None:
-        self._found: dict[str, Any] | None = None
+        self._found: dict[str, str] | None = None
         self._thread = threading.Thread(target=self._run, args=(digests,), name="ckpttool-digest", daemon=True)
         self._thread.start()
 
     def _run(self, digests: SavedDigests | None) -> None:
         try:
-            self._found = None if digests is None else digests.message()
+            self._found = None if digests is None else digests.compute().to_json()
         except Exception:
             LOG.exception("no digests of the state are recorded")
 
-    def result(self) -> dict[str, Any] | None:
-        """Wait for the digests; None without, or if they failed."""
+    def result(self) -> dict[str, str] | None:
+        """Wait for the digests as JSON data; None without, or if they failed."""
         self._thread.join()
         return self._found
 

@@ -8,6 +8,7 @@ Source: torch 2.13, distributed/tensor (placements and meshes), optim/optimizer.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
+from ckpttool.model.rank_digest import BOX, Part, RankDigest
 from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
 
 if TYPE_CHECKING:
@@ -65,6 +67,23 @@ class Piece:
         """Its dtype in safetensors' spelling."""
         return BY_TORCH_NAME[str(self.tensor.dtype).removeprefix("torch.")].name
 
+    @property
+    def first(self) -> int | None:
+        """Index of the first element in C order, if the elements are one run; else None."""
+        if isinstance(self.starts, int):
+            return self.starts
+        if all(n == m for n, m in zip(self.tensor.shape[1:], self.shape[1:], strict=True)):
+            return self.starts[0] * math.prod(self.shape[1:]) if self.starts else 0
+        return None
+
+    @property
+    def place(self) -> int:
+        """Identifier of the part, the same on all ranks that have it; see ``RankDigest.rows``."""
+        if self.first is not None:
+            return self.first
+        text = f"{self.starts} {tuple(self.tensor.shape)}".encode()
+        return BOX | int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
     def digest(self) -> int:
         """Return the digest of its elements."""
         return digest_tensor(self.tensor, self.starts, self.shape)
@@ -103,32 +122,35 @@ class LiveState:
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def message(self, found: Sequence[int] | None = None, *, gathered: bool = True) -> dict[str, Any]:
-        """Return the digests of this rank as JSON data, for ``merge``.
+    def digest(self, found: Sequence[int] | None = None, *, gathered: bool = True) -> RankDigest:
+        """Digest the state of this rank.
 
         Args:
             found: Digests of the pieces, if they are known.
             gathered: Whether to include weights that are gathered beside their partitions.
         """
         values = self._digests() if found is None else found
-        return {
-            "pieces": [
-                [p.key, p.name, p.dtype, list(p.shape), str(p.starts), p.tensor.numel(), f"{v:032x}", p.is_buffer]
-                for p, v in zip(self.pieces, values, strict=True)
-                if (p.tensor.numel() or p.whole) and (gathered or p.key != GATHERED)
-            ],
-            "numbers": self.numbers,
-            "groups": [dict(options) for options in self.groups],
-            "group_of": dict(self.group_of),
-            "values": dict(self.values),
-            "own": dict(self.own),
-            "aliases": dict(self.aliases),
-            "unproven": dict(self.unproven),
-            "others": list(self.others),
-            "frozen": list(self.frozen),
-            "trains": self.trains,
-            "partitioned": self.partitioned,
-        }
+        kept = [
+            (piece, value)
+            for piece, value in zip(self.pieces, values, strict=True)
+            if (piece.tensor.numel() or piece.whole) and (gathered or piece.key != GATHERED)
+        ]
+        rows = [[p.place, p.tensor.numel(), value & digests.MASK, value >> 64] for p, value in kept]
+        return RankDigest(
+            parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p, _ in kept],
+            rows=np.array(rows, dtype=np.uint64).reshape(-1, 4),
+            numbers=self.numbers,
+            groups=self.groups,
+            group_of=self.group_of,
+            values=self.values,
+            own=self.own,
+            aliases=self.aliases,
+            unproven=self.unproven,
+            partitioned=self.partitioned,
+            frozen=self.frozen,
+            trains=self.trains,
+            others=self.others,
+        )
 
 
 def digest_tensor(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:

@@ -1,0 +1,88 @@
+"""Digests of ranks: sent as JSON, and merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpttool.model.rank_digest import BOX, Part, RankDigest, merge
+from ckpttool.model.state_digest import TensorDigest
+
+LARGEST = (1 << 64) - 1
+
+
+def _rank(*pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, **given: Any) -> RankDigest:
+    """Return a rank with parts of one tensor of four elements: place, elements and low lane of each."""
+    parts = [Part("weights", "a", dtype, (4,), is_buffer)] * len(pieces)
+    rows = np.array([[place, numel, low, 1] for place, numel, low in pieces], dtype=np.uint64).reshape(-1, 4)
+    return RankDigest(parts=parts, rows=rows, **given)
+
+
+def test_parts_add_up_and_replicas_count_once() -> None:
+    found = merge([_rank((0, 2, LARGEST)), _rank((0, 2, LARGEST)), _rank((2, 2, 3))])
+    assert found.mismatches == []
+    assert found.state.tensors == {"weights": {"a": TensorDigest("F32", (4,), 2 << 64 | 2)}}, "modulo 2^64 in each lane"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([_rank((0, 4, 1)), _rank((0, 4, 2))], "weights of a differs between ranks 0 and 1, which have the same part"),
+        ([_rank((0, 2, 1)), _rank()], "weights of a has parts of 2 elements on all ranks, of 4"),
+        ([_rank((0, 2, 1)), _rank((1, 3, 1))], "weights of a has parts of 5 elements on all ranks, of 4"),
+        ([_rank((0, 4, 1)), _rank((0, 4, 1), dtype="BF16")], "weights of a has another type or shape on another rank"),
+        ([_rank((BOX | 5, 2, 1)), _rank((BOX | 7, 1, 1))], "weights of a has parts of 3 elements on all ranks, of 4"),
+    ],
+)
+def test_contradictions_of_ranks_are_named(ranks: list[RankDigest], told: str) -> None:
+    assert list(map(str, merge(ranks).mismatches)) == [told]
+
+
+def test_a_buffer_may_differ_between_ranks_and_the_first_counts() -> None:
+    found = merge([_rank((0, 4, n), is_buffer=True) for n in (5, 6, 5)])
+    assert found.mismatches == []
+    assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5
+    assert found.notes == ["a of ranks after the first, which have other values"]
+
+
+def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:
+    for partitioned in (False, True):
+        ranks = [
+            _rank((0, 4, 1), numbers={"step": {"a": 3.0}, "d": {"a": n}}, partitioned=partitioned) for n in (1.0, 2.0)
+        ]
+        found = merge(ranks)
+        assert list(map(str, found.mismatches)) == ([] if partitioned else ["d of a is 2 on rank 1, but 1 before it"])
+        assert [*found.unproven] == (["d"] if partitioned else [])
+        assert ("d" in found.state.numbers) != partitioned
+        assert found.state.numbers["step"] == {"a": 3.0}
+
+
+def test_values_of_ranks_must_agree_but_for_the_first_ranks_and_their_own() -> None:
+    ranks = [
+        _rank((0, 4, 1), values={"scheduler.t": "1", "client_state.x": "2"}, own={"rank_state": "a"}),
+        _rank((0, 4, 1), values={"scheduler.t": "1"}, own={"rank_state": "b"}),
+        _rank((0, 4, 1), values={}, own={"rank_state": "c"}),
+    ]
+    found = merge(ranks)
+    assert list(map(str, found.mismatches)) == ["scheduler.t differs between ranks 0 and 2"]
+    assert found.state.values == {
+        "scheduler.t": "1", "client_state.x": "2",
+        "rank_state of rank 0": "a", "rank_state of rank 1": "b", "rank_state of rank 2": "c",
+    }  # fmt: skip
+
+
+def test_a_rank_is_the_same_after_it_was_sent() -> None:
+    rank = _rank(
+        (0, 2, LARGEST), (BOX | 9, 2, 5), numbers={"step": {"a": 3.0}}, groups=[{"lr": "0.1"}], group_of={"a": 0},
+        values={"global_steps": "3"}, own={"rank_state": "x"}, aliases={"b": "a"}, unproven={"m": "why"},
+        partitioned=True, frozen=["c"], trains=True, others=["d"],
+    )  # fmt: skip
+    parsed: dict[str, Any] = {}
+    for _ in range(2):
+        again = RankDigest.from_json(rank.to_json(), parsed)
+        assert np.array_equal(again.rows, rank.rows)
+        fields = [name for name in RankDigest.__dataclass_fields__ if name != "rows"]
+        assert {name: getattr(again, name) for name in fields} == {name: getattr(rank, name) for name in fields}
+    assert len(parsed) == 2
