@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
-from ckpttool.model import MASTER, MODULE, UNKNOWN_GROUP
+from ckpttool.model import MASTER, MODULE
 from ckpttool.model.selection import WEIGHTS, Content, contents
 from ckpttool.model.state_digest import StateDigest, TensorDigest, canonical
 from ckpttool.plan.builder import source_files
@@ -139,7 +139,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
     numbers: dict[str, dict[str, float]] = {}
     parameters = {p.name: p for p in checkpoint.parameters}
     with_number = [c for c in held if c.name in parameters and _is_number(c, parameters[c.name])]
-    plain = [_named_as_live(c, parameters) if checkpoint.native else c for c in held if c not in with_number]
+    plain = [c for c in held if c not in with_number]
     found = tensor_digests(checkpoint, plain[rank::ranks], jobs=None)
     for c in plain[rank::ranks]:
         tensors.setdefault(c.key, {})[c.name] = found[c.key, c.name]
@@ -177,13 +177,6 @@ def _loss_scale(scaler: Any) -> dict[str, str]:
     state = scaler if isinstance(scaler, Mapping) else getattr(scaler, "state", None)
     found = state if isinstance(state, Mapping) else {}
     return {f"loss_scale.{key}": canonical(found[key]) for key in SCALER if key in found}
-
-
-def _named_as_live(content: Content, parameters: Mapping[str, Parameter]) -> Content:
-    """Return a tensor under the state that it is of, where the files hold masters without the names of parameters."""
-    own = parameters.get(content.name)
-    unnamed = own is not None and own.group == UNKNOWN_GROUP and MASTER not in own.states
-    return replace(content, key=MODULE) if unnamed and content.key == WEIGHTS else content
 
 
 def _is_number(content: Content, parameter: Parameter) -> bool:

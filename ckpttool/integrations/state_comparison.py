@@ -118,7 +118,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         without_names=scope.without_names | live.others,
         without_states_of=scope.without_states_of | frozen,
     )
-    comparable = _tensors(saved, live, scope, result)
+    comparable = _tensors(saved, live, scope, result, native=checkpoint.native and checkpoint.digests is None)
     if not weights_only:
         comparable = _optimizer(comparable, saved, live, scope, result)
     result.mismatches += comparable.mismatches(live.all)
@@ -160,7 +160,7 @@ def _renamed(saved: StateDigest, live: _Live, aliases: Mapping[str, str]) -> Sta
     )
 
 
-def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) -> StateDigest:
+def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, native: bool) -> StateDigest:
     """Return the saved tensors that are compared; sort out live weights in a narrower type."""
     keys = {WEIGHTS, MODULE} if scope.weights_only else {*saved.tensors}
     keys -= scope.without if MODULE in live.own.tensors else scope.without | {MODULE}
@@ -173,17 +173,19 @@ def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) 
         for key, own in saved.tensors.items()
         if key in keys
     }
-    # Files without the names of masters do not identify frozen parameters, whose weights have no other copy.
-    copies, weights = tensors.get(MODULE, {}), tensors.setdefault(WEIGHTS, {})
-    there = live.all.tensors.get(WEIGHTS, {})
-    for name in [name for name in copies if name not in live.all.tensors[MODULE]]:
-        one = copies.pop(name)
-        if name in there:
-            weights.setdefault(name, one)
+    copies, weights = tensors.setdefault(MODULE, {}), tensors.setdefault(WEIGHTS, {})
+    there, copies_there = live.all.tensors.get(WEIGHTS, {}), live.all.tensors.get(MODULE, {})
+    tensors[MODULE] = copies = {name: one for name, one in copies.items() if name in copies_there}
     for name in [name for name in weights if name in there and _is_rounded(weights[name], there[name])]:
         if scope.weights_only or name not in live.all.group_of:
             del weights[name]
             result.rounded[name] = there[name]
+    # Without ZeRO, files may have masters that they do not name, beside the module's copies of a name.
+    unnamed = [n for n in weights if native and n in there and _is_rounded(there[n], weights[n]) and n in copies_there]
+    for name in unnamed:
+        copies.setdefault(name, weights.pop(name))
+    if unnamed:
+        result.notes.append(f"{len(unnamed):,} master weights, which the files do not name")
     return StateDigest(tensors={key: own for key, own in tensors.items() if own})
 
 
