@@ -26,7 +26,7 @@ BOX = 1 << 63
 
 
 class Part(NamedTuple):
-    """A tensor of which a rank has a part."""
+    """A tensor; a rank has a part of it."""
 
     key: str
     """State: "weights", "module", "exp_avg"."""
@@ -45,7 +45,7 @@ class RankDigest:
     """The digests and numbers of one rank."""
 
     parts: Sequence[Part]
-    """The tensors of which it has parts."""
+    """The tensors; it has a part of each."""
     rows: NDArray[np.uint64]
     """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, and the lanes of its
     digest; shape (parts, 4)."""
