@@ -37,7 +37,7 @@ BENCHMARKS = {
     "consolidate": ["--runs", "3", "--peer-runs", "2"],
     "convert": ["--runs", "3", "--peer-runs", "2", "--workers", "2", "--stages", "2"],
     "fsdp2": ["--runs", "3", "--peer-runs", "3"],
-    "limit": ["--runs", "5"],
+    "limit": ["--runs", "3"],
     "average": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
