@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's dynamic loss scaler."""
 
 

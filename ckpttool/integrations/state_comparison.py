@@ -227,8 +227,14 @@ def _optimizer(
         },
         groups=saved.groups,
         group_of={name: group for name, group in groups.items() if name not in left_out},
-        values={name: text for name, text in saved.values.items() if name.partition(".")[0] in kinds - scope.without},
+        values={name: text for name, text in saved.values.items() if _is_compared(name, kinds - scope.without, live)},
     )
+
+
+def _is_compared(name: str, kinds: set[str], live: _Live) -> bool:
+    """Return whether a saved value is compared; wrappers without ZeRO have fewer numbers of a loss scaler."""
+    kind = name.partition(".")[0]
+    return kind in kinds and (kind != "loss_scale" or name in live.own.values)
 
 
 def _partition(groups: Mapping[str, int], others: Mapping[str, int]) -> set[frozenset[str]]:
