@@ -25,6 +25,10 @@ _COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
 """Counters of DeepSpeed's engine, which other models do not have."""
 
 
+_OF_OPTIMIZER = ("optim.", "optimizer.")
+"""Prefixes of states in DCP whose form is not an optimizer's, so that they are read as weights."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """The part of a state that was restored."""
@@ -109,18 +113,21 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     frozen = set() if weights_only else {*saved.group_of} & live.frozen
     if frozen:
         result.notes.append(f"the optimizer states of {len(frozen):,} parameters that are frozen now")
+    nested = [n for n in saved.tensors.get(WEIGHTS, {}) if n.startswith(_OF_OPTIMIZER) and n not in live.names]
+    if nested:
+        result.notes.append(f"{len(nested):,} nested states of the optimizer, such as {nested[0]}")
     if held := sorted(live.others & saved.tensors.get(WEIGHTS, {}).keys()):
         result.notes.append(f"{', '.join(held)}: neither a parameter nor a buffer")
     scope = replace(
         scope,
         weights_only=weights_only,
         without=scope.without | live.unproven.keys() | whole,
-        without_names=scope.without_names | live.others,
+        without_names=scope.without_names | live.others | {*nested},
         without_states_of=scope.without_states_of | frozen,
     )
     comparable = _tensors(saved, live, scope, result, native=checkpoint.native and checkpoint.digests is None)
     if not weights_only:
-        comparable = _optimizer(comparable, saved, live, scope, result)
+        comparable = _optimizer(comparable, saved, live, scope, result, recorded=checkpoint.digests is not None)
     result.mismatches += comparable.mismatches(live.all)
     result.notes += _uncovered(comparable, result.rounded, live, scope)
     result.tensors = comparable.count + len(result.rounded)
@@ -195,7 +202,7 @@ def _is_rounded(saved: TensorDigest, live: TensorDigest) -> bool:
 
 
 def _optimizer(
-    comparable: StateDigest, saved: StateDigest, live: _Live, scope: Scope, result: Comparison
+    comparable: StateDigest, saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, recorded: bool
 ) -> StateDigest:
     """Add the optimizer's numbers, the hyper-parameters and the values; find live states that were not saved."""
     left_out = scope.without_names | scope.without_states_of
@@ -210,6 +217,13 @@ def _optimizer(
             result.mismatches += [Mismatch(key, name, "is in the live state alone, and not 0") for name in like_weights]
             if len(like_weights) < len(surplus):
                 result.notes.append(f"{key}, whose shape is not the parameter's")
+    numbers = {key: own for key, own in saved.numbers.items() if key not in scope.without}
+    for key in [key for key in numbers if key != "step" and not recorded and not _is_of_groups(live, key)]:
+        del numbers[key]
+        result.notes.append(f"{key}: files have one number for a group, the live state one for each parameter")
+    lacking_numbers = sorted(key for key in live.own.numbers if key not in saved.numbers and key not in scope.without)
+    if lacking_numbers:
+        result.notes.append(f"{', '.join(lacking_numbers)}, which the checkpoint does not record")
     groups = {} if "groups" in scope.without else saved.group_of
     if groups and _partition(groups, live.all.group_of) != _partition(live.all.group_of, groups):
         result.notes.append("hyper-parameters, because the groups have other parameters")
@@ -221,14 +235,19 @@ def _optimizer(
     return replace(
         comparable,
         numbers={
-            key: {name: number for name, number in own.items() if name not in left_out}
-            for key, own in saved.numbers.items()
-            if key not in scope.without
+            key: {name: number for name, number in own.items() if name not in left_out} for key, own in numbers.items()
         },
         groups=saved.groups,
         group_of={name: group for name, group in groups.items() if name not in left_out},
         values={name: text for name, text in saved.values.items() if _is_compared(name, kinds - scope.without, live)},
     )
+
+
+def _is_of_groups(live: _Live, key: str) -> bool:
+    """Return whether a number is the same for all parameters of each group."""
+    own = live.own.numbers.get(key, {})
+    pairs = {(live.own.group_of.get(name), number) for name, number in own.items()}
+    return len(pairs) == len({group for group, _ in pairs})
 
 
 def _is_compared(name: str, kinds: set[str], live: _Live) -> bool:
