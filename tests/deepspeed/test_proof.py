@@ -129,3 +129,30 @@ def test_digests_do_not_depend_on_ranks_and_stage(tmp_path: Path) -> None:
 def _begin(job: dict[str, Any], _: Path) -> dict[str, Any]:
     digests: dict[str, Any] = ckpttool.live_digest(engines.build(job["stage"], job["dtype"], "two", "adamw")).to_json()
     return {"weights": {n: text.split()[-1] for n, text in digests["tensors"]["weights"].items()}}
+
+
+def _without_a_group(job: dict[str, Any], directory: Path) -> str:
+    """Save a model of which a layer is in no group of the optimizer, and restore it at another stage."""
+    import deepspeed
+    import torch
+
+    def build(stage: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net[0].parameters()), config=config)[0]
+
+    manager = ckpttool.CheckpointManager(directory / job["id"])
+    manager.save(build(2, 0), tag="a")
+    return engines.refusal(lambda: manager.restore(build(job["stage"], 1), tag="a", prove=True))
+
+
+def test_a_parameter_in_no_group_is_restored_or_refused(tmp_path: Path) -> None:
+    jobs = [{"id": str(stage), "world_size": 2, "stage": stage} for stage in (1, 2, 3)]
+    found = each_on_ranks(_without_a_group, jobs, tmp_path)
+    assert found["1"] == found["2"] == ["", ""]
+    for told in found["3"]:
+        assert "is in no group of the optimizer: ZeRO-3 cannot load it; add it" in told
