@@ -129,6 +129,9 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     if not weights_only:
         comparable = _optimizer(comparable, saved, live, scope, result, recorded=checkpoint.digests is not None)
     result.mismatches += comparable.mismatches(live.all)
+    copies = live.own.tensors.get(MODULE, {}).keys() - comparable.tensors.get(MODULE, {}).keys()
+    if copies and MODULE not in scope.without:
+        result.notes.append(f"the 16-bit copies of {len(copies):,} weights, which the checkpoint does not have")
     result.notes += _uncovered(comparable, result.rounded, live, scope)
     result.tensors = comparable.count + len(result.rounded)
     names = [*comparable.tensors, *comparable.numbers, *(["hyper-parameters"] if comparable.group_of else [])]

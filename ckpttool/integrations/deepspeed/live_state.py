@@ -143,7 +143,9 @@ class SavedDigests:
             if piece.key == GATHERED:
                 continue
             read = self._in_file(piece)
-            if read is None and ((piece.whole and rank) or (piece.key == MODULE and not waits)):
+            if read is None and (
+                (piece.whole and rank and not _EXPERT.fullmatch(piece.name)) or (piece.key == MODULE and not waits)
+            ):
                 continue
             pieces.append(piece)
             self._digests.append(read or (piece.digest if waits else partial(int, piece.digest())))
