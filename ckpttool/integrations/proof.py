@@ -54,7 +54,7 @@ class Proof:
     states: tuple[str, ...]
     """Names of the compared states: "weights", "module", "exp_avg", "step", "hyper-parameters", "scheduler", ..."""
     recorded: bool
-    """Whether the digests were taken of the live state at the save; otherwise the files were digested."""
+    """True if the save recorded the digests, false if they are digests of the files."""
     unproven: tuple[str, ...] = ()
     """State that was not compared, as text for the user."""
     seconds: float = 0.0

@@ -34,7 +34,7 @@ class Scope:
     """The part of a state that was restored."""
 
     weights_only: bool = False
-    """Whether only weights and buffers were."""
+    """True if only weights and buffers were restored."""
     without: frozenset[str] = frozenset()
     """States and kinds of values that were not: "scheduler", "loss_scale", "groups", "module"."""
     without_names: frozenset[str] = frozenset()
@@ -104,6 +104,12 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         if live.own.tensors[key][name].value != gathered.value:
             result.mismatches.append(Mismatch(key, name, "is not the same gathered and partitioned"))
     weights_only = scope.weights_only or not live.trains
+    if checkpoint.digests is not None and not weights_only:
+        common = {key for options in saved.groups for key in options} | saved.numbers.keys()
+        odd = sorted(common & live.unproven.keys())
+        result.mismatches += [
+            Mismatch(key, "", "differs between ranks, and was the same on all at the save") for key in odd
+        ]
     if not weights_only and not saved.group_of:
         result.notes.append(checkpoint.left_out or "the optimizer's states, which the checkpoint does not hold")
     saved = _renamed(saved, live, checkpoint.aliases)
@@ -116,8 +122,8 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     nested = [n for n in saved.tensors.get(WEIGHTS, {}) if n.startswith(_OF_OPTIMIZER) and n not in live.names]
     if nested:
         result.notes.append(f"{len(nested):,} nested states of the optimizer, such as {nested[0]}")
-    if held := sorted(live.others & saved.tensors.get(WEIGHTS, {}).keys()):
-        result.notes.append(f"{', '.join(held)}: neither a parameter nor a buffer")
+    if live.others:
+        result.notes.append(f"{', '.join(sorted(live.others))}: neither a parameter nor a buffer")
     scope = replace(
         scope,
         weights_only=weights_only,
@@ -135,6 +141,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     result.notes += _uncovered(comparable, result.rounded, live, scope)
     result.tensors = comparable.count + len(result.rounded)
     names = [*comparable.tensors, *comparable.numbers, *(["hyper-parameters"] if comparable.group_of else [])]
+    names = [WEIGHTS, *names] if result.rounded and WEIGHTS not in names else names
     result.states = [*names, *dict.fromkeys(name.partition(".")[0] for name in comparable.values)]
     return result
 

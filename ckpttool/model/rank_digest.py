@@ -37,18 +37,13 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     is_buffer: bool = False
-    """Whether ranks may have their own values."""
+    """True for a buffer, of which each rank may have its own values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class RankDigest:
-    """The digests and numbers of one rank."""
+class RankFacts:
+    """The state of one rank beside its tensors."""
 
-    parts: Sequence[Part]
-    """The tensors; it has a part of each."""
-    rows: NDArray[np.uint64]
-    """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, and the lanes of its
-    digest; shape (parts, 4)."""
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """``StateDigest.numbers`` of its parameters."""
     groups: Sequence[Mapping[str, str]] = ()
@@ -64,17 +59,28 @@ class RankDigest:
     unproven: Mapping[str, str] = field(default_factory=dict)
     """States that are not digested, such as "momentum_buffer", and why."""
     partitioned: bool = False
-    """Whether the optimizer steps on partitions of flat buffers instead of parameters."""
+    """True if the optimizer steps on partitions of flat buffers, false if on parameters."""
     frozen: Sequence[str] = ()
     """Parameters that need no gradient."""
     trains: bool = False
-    """Whether there is an optimizer."""
+    """True with an optimizer, false for a model alone."""
     others: Sequence[str] = ()
     """Names in the module's state dict that are neither parameters nor buffers."""
 
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RankDigest(RankFacts):
+    """The digests of one rank."""
+
+    parts: Sequence[Part]
+    """The tensors; it has a part of each."""
+    rows: NDArray[np.uint64]
+    """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, and the lanes of its
+    digest; shape (parts, 4)."""
+
     def to_json(self) -> dict[str, str]:
         """Return the digests as JSON data; most of it is the same text on many ranks."""
-        facts = {name: getattr(self, name) for name in _FACTS}
+        facts = {name: getattr(self, name) for name in RankFacts.__dataclass_fields__ if name != "own"}
         facts["groups"] = [dict(options) for options in self.groups]
         return {
             "parts": _packed(self.parts),
@@ -101,11 +107,6 @@ class RankDigest:
         parsed[found["facts"]] = facts
         rows = np.frombuffer(zlib.decompress(base64.b64decode(found["rows"])), dtype=np.uint64).reshape(-1, 4)
         return cls(parts=parts, rows=rows, own=_unpacked(found["own"]), **facts)
-
-
-_FACTS = (
-    "numbers", "groups", "group_of", "values", "aliases", "unproven", "partitioned", "frozen", "trains", "others",
-)  # fmt: skip
 
 
 def _packed(value: Any) -> str:

@@ -55,7 +55,7 @@ class Mismatch(NamedTuple):
     name: str
     """Parameter or buffer; "" for a value of the run."""
     problem: str
-    """What differs."""
+    """The difference, as text."""
 
     def __str__(self) -> str:
         return f"{self.key}{' of ' if self.name else ''}{self.name} {self.problem}"

@@ -270,13 +270,13 @@ def _model(engine: Any, wrapper: str) -> LiveModel:
             shapes[name] = shape_of(p)
     groups = [[first[id(p)] for p in group if id(p) in first] for group in _groups(engine.optimizer, wrapper)]
     buffers = {name: tuple(b.shape) for name, b in persistent_buffers(engine.module).items()}
-    state_dict = engine.module.state_dict()
+    state_dict, known = engine.module.state_dict(), {*shapes, *aliases, *buffers}
     return LiveModel(
         shapes=shapes,
         groups=groups,
         buffers=buffers,
         aliases=aliases,
-        others=[name for name in state_dict if name not in {*shapes, *aliases, *buffers}],
+        others=[name for name in state_dict if name not in known],
         left_out=[name for name in shapes if name not in state_dict],
     )
 

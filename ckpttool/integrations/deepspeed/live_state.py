@@ -106,11 +106,11 @@ def engine_state(live: LiveEngine) -> LiveState:
     aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
     pieces = [piece for piece in reader.pieces if piece.key not in reader.unproven]
     return LiveState(
-        pieces,
-        reader.numbers,
-        options,
-        groups,
-        values,
+        pieces=pieces,
+        numbers=reader.numbers,
+        groups=options,
+        group_of=groups,
+        values=values,
         aliases=aliases,
         unproven=reader.unproven,
         partitioned=live.partitions_states,

@@ -29,7 +29,7 @@ class LoadOptions:
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
     prove: bool | None = None
-    """Whether to prove the state after the load; None where the save recorded digests and they are cheap to compare."""
+    """True to prove the state after the load; None to prove it on an accelerator, if the save recorded digests."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
 

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
-from ckpttool.model.rank_digest import BOX, Part, RankDigest
+from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class Piece:
     starts: tuple[int, ...] | int
     """Index of the first element in each dimension; or in C order, if the elements are one run."""
     is_buffer: bool = False
-    """Whether it is a buffer: ranks may have their own values."""
+    """True for a buffer, of which each rank may have its own values."""
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """True if the part is the whole tensor."""
         return bool(self.tensor.numel() == math.prod(self.shape))
 
     @property
@@ -89,36 +89,16 @@ class Piece:
         return digest_tensor(self.tensor, self.starts, self.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveState:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LiveState(RankFacts):
     """The live state of one rank."""
 
     pieces: Sequence[Piece]
     """Its parts of all tensors."""
-    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``StateDigest.numbers`` of its parameters."""
-    groups: Sequence[Mapping[str, str]] = ()
-    """``StateDigest.groups``."""
-    group_of: Mapping[str, int] = field(default_factory=dict)
-    """``StateDigest.group_of``."""
-    values: Mapping[str, str] = field(default_factory=dict)
-    """``StateDigest.values`` that all ranks have in common."""
-    own: Mapping[str, str] = field(default_factory=dict)
-    """Those of this rank alone."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied parameters, to the names in ``pieces``."""
-    unproven: Mapping[str, str] = field(default_factory=dict)
-    """States that are not digested, such as "momentum_buffer", and why."""
-    partitioned: bool = False
-    """Whether the optimizer steps on partitions of flat buffers instead of parameters."""
-    frozen: Sequence[str] = ()
-    """Parameters that need no gradient."""
-    trains: bool = False
-    """Whether there is an optimizer."""
-    others: Sequence[str] = ()
-    """Names in the module's state dict that are neither parameters nor buffers."""
 
     def _digests(self) -> list[int]:
+        if torch.get_num_threads() == 1:
+            return [piece.digest() for piece in self.pieces]
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
@@ -139,17 +119,7 @@ class LiveState:
         return RankDigest(
             parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p, _ in kept],
             rows=np.array(rows, dtype=np.uint64).reshape(-1, 4),
-            numbers=self.numbers,
-            groups=self.groups,
-            group_of=self.group_of,
-            values=self.values,
-            own=self.own,
-            aliases=self.aliases,
-            unproven=self.unproven,
-            partitioned=self.partitioned,
-            frozen=self.frozen,
-            trains=self.trains,
-            others=self.others,
+            **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )
 
 
@@ -271,7 +241,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
     tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
     others = sorted(plain_name(name) for name in state_dict - tensors)
     if optimizer is None:
-        return LiveState(pieces, values=scheduler_values(scheduler), aliases=aliases, others=others)
+        return LiveState(pieces=pieces, values=scheduler_values(scheduler), aliases=aliases, others=others)
     numbers: dict[str, dict[str, float]] = {}
     group_of = {}
     strangers = 0
@@ -293,11 +263,11 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
             "optimizer", problem, "make it after the model is wrapped (fully_shard replaces parameters)"
         )
     return LiveState(
-        pieces,
-        numbers,
-        [options_of(group) for group in optimizer.param_groups],
-        group_of,
-        scheduler_values(scheduler),
+        pieces=pieces,
+        numbers=numbers,
+        groups=[options_of(group) for group in optimizer.param_groups],
+        group_of=group_of,
+        values=scheduler_values(scheduler),
         aliases=aliases,
         others=others,
         unproven={f"{strangers} parameters of the optimizer": "the model does not have them"} if strangers else {},
