@@ -37,7 +37,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     is_buffer: bool = False
-    """True for a buffer, of which each rank may have its own values."""
+    """True for a buffer: each rank may have its own values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

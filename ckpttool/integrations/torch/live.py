@@ -55,7 +55,7 @@ class Piece:
     starts: tuple[int, ...] | int
     """Index of the first element in each dimension; or in C order, if the elements are one run."""
     is_buffer: bool = False
-    """True for a buffer, of which each rank may have its own values."""
+    """True for a buffer: each rank may have its own values."""
 
     @property
     def whole(self) -> bool:
