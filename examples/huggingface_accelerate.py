@@ -88,10 +88,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             progress.step += 1
-            if progress.step % SAVE_EVERY == 0 or progress.step == options.steps:
-                folder = accelerator.save_state()
             if progress.step == options.steps:
                 break
+            if progress.step % SAVE_EVERY == 0:
+                accelerator.save_state()
+    folder = accelerator.save_state()
     saves.wait()
     with torch.no_grad():
         trained = engine(inputs.to(engine.device).bfloat16()).float()
