@@ -12,7 +12,7 @@ its strength and has test vectors.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,10 +153,13 @@ def _words(values: NDArray[Any]) -> tuple[NDArray[Any], int, int]:
 def _part(words: NDArray[Any], begin: int) -> NDArray[np.uint64]:
     """Return the lanes of words of one block; ``begin`` is the index of the first one in the tensor."""
     block, start = divmod(begin, BLOCK_WORDS)
-    widened = words.astype(np.uint64)
-    sums = [np.einsum("j,j->", widened, row[start : start + len(words)]) for row in factors_in_block()]
-    result: NDArray[np.uint64] = np.array(sums, dtype=np.uint64) * factors_of_blocks(block, 1)[:, 0]
-    return result
+    sums: NDArray[np.uint64] = factors_in_block()[:, start : start + len(words)].dot(words.astype(np.uint64))
+    return sums * _factors_of_block(block)
+
+
+@lru_cache(1 << 12)
+def _factors_of_block(block: int) -> NDArray[np.uint64]:
+    return factors_of_blocks(block, 1)[:, 0]
 
 
 def _scattered(words: NDArray[Any], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
