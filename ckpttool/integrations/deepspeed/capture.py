@@ -245,11 +245,8 @@ def known_engine(engine: Any) -> LiveEngine:
         raise PlanError(error.path, error.problem, "save with engine.save_checkpoint") from error
 
 
-def groups_without_zero(engine: Any) -> list[list[str]]:
+def groups_without_zero(live: LiveEngine) -> list[list[str]]:
     """Return the parameter names of each optimizer group, in order, if no file records them; else an empty list."""
-    if engine.optimizer is None or engine.zero_optimization() or not hasattr(engine.optimizer, "param_groups"):
-        return []
-    live = known_engine(engine)
     return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 

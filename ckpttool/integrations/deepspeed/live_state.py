@@ -194,6 +194,7 @@ class _Reader:
         self.unproven: dict[str, str] = {}
         self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
         self._names = {id(p): name for name, p in self._parameters.items()}
+        self._shapes = {name: shape_of(p) for name, p in self._parameters.items()}
         trained = live.model.groups if live.model is not None else ()
         self._trained = {self.name_of(name) for names in trained for name in names}
 
@@ -226,7 +227,7 @@ class _Reader:
             rank = dist.get_rank(parameter.ds_process_group)
             self._partition(key, name, own.data.reshape(-1), rank * own.ds_numel)
             if getattr(parameter, "ds_persist", False) and parameter.ds_status.name == "AVAILABLE":
-                self.pieces.append(Piece(GATHERED, name, parameter.data, shape_of(parameter), 0))
+                self.pieces.append(Piece(GATHERED, name, parameter.data, self._shapes[name], 0))
         for name, buffer in self.live.buffers().items():
             self.pieces.append(Piece(WEIGHTS, plain_name(name), buffer.data, tuple(buffer.shape), 0, is_buffer=True))
 
@@ -322,6 +323,6 @@ class _Reader:
 
     def _partition(self, key: str, name: str, values: Any, first: int) -> None:
         """Add a run of a parameter's elements, without the padding at its end."""
-        shape = shape_of(self._parameters[name])
+        shape = self._shapes[name]
         count = max(0, min(len(values), math.prod(shape) - first))
         self.pieces.append(Piece(key, name, values[:count], shape, first if count else 0))

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
+    from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.live_state import SavedDigests
     from ckpttool.integrations.deepspeed.report import LoadReport
@@ -252,10 +253,13 @@ class CheckpointManager:
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
         requests: list[Request] = []
+        inspected: list[LiveEngine] = []
         own_files: dict[str, Any] = {}
 
         def check() -> None:
             check_engine(engine)
+            live = known_engine(engine)
+            inspected.append(live)
             requests.append(
                 Request(
                     tag=checked_tag(f"global_step{int(engine.global_steps)}" if tag is None else tag),
@@ -264,8 +268,8 @@ class CheckpointManager:
                     metrics=checked_metrics(metrics),
                     versions=versions(),
                     overwrite=overwrite,
-                    groups=groups_without_zero(engine),
-                    optimizer=optimizer_identity(known_engine(engine)),
+                    groups=groups_without_zero(live),
+                    optimizer=optimizer_identity(live),
                     batch=engine_batch(engine).to_config(),
                     provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
                     latest=save_latest,
@@ -275,7 +279,7 @@ class CheckpointManager:
             )
             check_client_state(client_state, engine)
             if rank_state is not None:
-                own_files.update(rank_state_file(engine, ranks, rank_state))
+                own_files.update(rank_state_file(live.topology, ranks, rank_state))
 
         ranks = self._agreeing_ranks()
         validation = tag_validation(engine)
@@ -311,7 +315,7 @@ class CheckpointManager:
             own_files=own_files,
         )
         digests = _digests_of(
-            engine,
+            inspected[0],
             captured,
             ranks,
             client_state,
@@ -638,7 +642,7 @@ def _skip_meeting() -> None:
 
 
 def _digests_of(
-    engine: Any,
+    live: LiveEngine,
     captured: CapturedFiles,
     ranks: Ranks,
     client_state: Mapping[str, Any],
@@ -648,16 +652,15 @@ def _digests_of(
     waits: bool,
 ) -> SavedDigests | None:
     """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
-    from ckpttool.integrations.deepspeed.engine import inspect_engine
     from ckpttool.integrations.deepspeed.live_state import SavedDigests, engine_state
     from ckpttool.integrations.torch.live import values_of
 
     try:
-        state = engine_state(inspect_engine(engine))
+        state = engine_state(live)
         # Every rank passes the same client state, and the first one's counts.
         values = {**state.values, **(values_of("client_state", client_state) if ranks.rank == 0 else {})}
         own = {} if rank_state is None else values_of("rank_state", rank_state)
-        frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad} if exclude_frozen else set()
+        frozen = {*state.frozen} if exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
         return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
     except Exception as error:  # the save does not depend on it

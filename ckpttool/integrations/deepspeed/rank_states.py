@@ -10,7 +10,6 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.formats.sidecars import rank_state_indexes, rank_state_name
-from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.plan.builder import source_files
 
@@ -25,7 +24,7 @@ FORMAT = 1
 RESTORE = "restore it from a copy, or use another tag"
 
 
-def rank_state_file(engine: Any, ranks: Ranks, state: Any) -> dict[str, Any]:
+def rank_state_file(topology: Topology, ranks: Ranks, state: Any) -> dict[str, Any]:
     """Return the name and the content of this rank's file: the state, and the ranks that saved it.
 
     A conversion copies the file unchanged, also for another number of ranks. Therefore it records its own ranks.
@@ -35,7 +34,7 @@ def rank_state_file(engine: Any, ranks: Ranks, state: Any) -> dict[str, Any]:
             "rank_state_format": FORMAT,
             "rank": ranks.rank,
             "world_size": ranks.size,
-            "ranks": _degrees(inspect_engine(engine).topology),
+            "ranks": _degrees(topology),
             "state": state,
         }
     }
