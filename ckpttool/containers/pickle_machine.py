@@ -25,7 +25,11 @@ MAX_NAME = 1000
 
 
 class RefusedError(Exception):
-    """The pickle is refused, with the reason."""
+    """The pickle is refused, with the reason and a hint."""
+
+    def __init__(self, problem: str, hint: str = "it was not written by torch.save; do not load it") -> None:
+        super().__init__(problem)
+        self.hint = hint
 
 
 class Truncated(Exception):  # noqa: N818 - not always an error: the reader may fetch more

@@ -47,7 +47,8 @@ def rebuild_storage(m: Machine, pid: Any) -> StorageRef | Opaque:
     elif cls.name in BY_STORAGE_CLASS:
         dtype = BY_STORAGE_CLASS[cls.name].name
     else:
-        raise RefusedError(f"a storage of class {cls.qualified_name}, which is not supported")
+        problem = f"a storage of class {cls.qualified_name}, a type that ckpttool does not read"
+        raise RefusedError(problem, "save the tensor in another type, or in a file of its own")
     if len(pid) == 6 and pid[5] is not None:
         raise RefusedError("a view of a storage (torch before 0.4), which is not supported")
     ref = StorageRef(key, cls.name, dtype, location, numel)

@@ -513,7 +513,7 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
         raise Truncated from None  # only raised where fewer bytes are left than a number takes
     except RefusedError as error:
         problem = f"pickle refused at byte {machine.position}: {error}"
-        raise ContainerError(path, problem, _FOREIGN_HINT) from None
+        raise ContainerError(path, problem, error.hint) from None
     except MemoryError:
         problem = "reading its pickle takes more memory than there is"
         raise ContainerError(path, problem, "is it damaged? if not, use a larger machine") from None

@@ -368,7 +368,13 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         problem = "holds the states of an optimizer without its model"
         raise LayoutError(location.directory, problem, f"pass {posixpath.dirname(location.directory)}")
     unknown = sorted(entries.states.keys() - entries.weights.keys())
-    if unknown and entries.weights and not entries.flattened:
+    if unknown and all(name.isdecimal() for name in unknown):
+        entries.left_out = (
+            f"{METADATA} numbers the optimizer's parameters: save what get_state_dict returns, with names"
+        )
+        entries.remarks = (f"the optimizer's states are left out: {entries.left_out}",)
+        entries.states, entries.numbers, entries.groups = {}, {}, {}
+    elif unknown and entries.weights and not entries.flattened:
         problem = f"holds optimizer states of {brief(unknown[0], 200)}, but the model has no such parameter"
         raise LayoutError(path, problem, "two saves of different models are mixed: restore it from a copy")
     return entries.to_checkpoint(storage, location, "dcp", path, Topology(data_parallel=ranks), tuple(files))
