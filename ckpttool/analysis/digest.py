@@ -20,7 +20,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model import MASTER, MODULE
 from ckpttool.model.selection import WEIGHTS, Content, contents
-from ckpttool.model.state_digest import StateDigest, TensorDigest, canonical
+from ckpttool.model.state_digest import NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
@@ -164,7 +164,10 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
     return StateDigest(
         tensors=tensors,
         numbers=numbers,
-        groups=[{k: canonical(v) for k, v in group.hyperparameters.items()} for group in checkpoint.groups],
+        groups=[
+            {k: canonical(v) for k, v in group.hyperparameters.items() if k not in NOT_HYPERPARAMETERS}
+            for group in checkpoint.groups
+        ],
         group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
         | {f"scheduler.{key}": canonical(value) for key, value in state.items()}

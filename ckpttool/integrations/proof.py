@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.analysis.digest import state_digest, tensor_digests
 from ckpttool.dtypes import numpy_dtype
-from ckpttool.errors import CkptError, LayoutError, PlanError, ProofError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, ProofError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.state_comparison import Scope, compare
+from ckpttool.messages import brief
 from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest
@@ -79,8 +80,11 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     Args:
         model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors.
         optimizer: The module's optimizer; an engine has its own.
-        scheduler: The module's learning-rate scheduler; an engine has its own.
+        scheduler: The learning-rate scheduler of the module, or of an engine that has none.
         timeout: Seconds that a rank may lag.
+
+    Returns:
+        The digests. Parts of the state that cannot be digested, such as lists of tensors, are named in the log.
 
     Raises:
         ProofError: Ranks have different values of the same part, or their parts do not cover a tensor once.
@@ -93,6 +97,9 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
         merged = merge(_ranks_of(messages))
         if merged.mismatches:
             raise _error("live_digest", merged.mismatches)
+        left_out = [f"{key}: {why}" for key, why in merged.unproven.items()] + merged.notes
+        if left_out:
+            LOG.warning("live_digest left out %s", "; ".join(left_out))
         return merged.state.to_json()
 
     message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()})
@@ -317,11 +324,23 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> tuple[int, int, in
 
 
 def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
+    """Return the live state of this rank.
+
+    Raises:
+        ArgumentError: An argument has another type.
+    """
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise ArgumentError("optimizer", f"is {brief(optimizer)}, not an optimizer", "pass the object, not its state")
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise ArgumentError("scheduler", f"is {brief(scheduler)}, not a scheduler", "pass the object, not its state")
     if hasattr(model, "zero_optimization_stage"):
         from ckpttool.integrations.deepspeed.engine import inspect_engine
         from ckpttool.integrations.deepspeed.live_state import engine_state
+        from ckpttool.integrations.torch.live import scheduler_values
 
-        return engine_state(inspect_engine(model))
+        state = engine_state(inspect_engine(model))
+        own = model.lr_scheduler
+        return replace(state, values={**state.values, **(scheduler_values(scheduler) if own is None else {})})
     from ckpttool.integrations.torch.live import live_state
 
     return live_state(model, optimizer, scheduler)

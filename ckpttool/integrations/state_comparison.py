@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckpttool.model.state_digest import TensorDigest
 
 T = TypeVar("T")
-_RETURNED = frozenset({"client_state", "rank_state"})
-"""Values that a load returns to the caller: no live state has them later."""
 _COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
 """Counters of DeepSpeed's engine, which other models do not have."""
 
@@ -35,6 +33,8 @@ class Scope:
 
     weights_only: bool = False
     """True if only weights and buffers were restored."""
+    without_optimizer: bool = False
+    """True if all but the optimizer's states and hyper-parameters was restored."""
     without: frozenset[str] = frozenset()
     """States and kinds of values that were not: "scheduler", "loss_scale", "groups", "module"."""
     without_names: frozenset[str] = frozenset()
@@ -103,7 +103,8 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         key = MODULE if name in live.own.tensors.get(MODULE, {}) else WEIGHTS
         if live.own.tensors[key][name].value != gathered.value:
             result.mismatches.append(Mismatch(key, name, "is not the same gathered and partitioned"))
-    weights_only = scope.weights_only or not live.trains
+    with_values = not scope.weights_only and (live.trains or bool(live.own.values))
+    weights_only = scope.weights_only or scope.without_optimizer or not live.trains
     if checkpoint.digests is not None and not weights_only:
         common = {key for options in saved.groups for key in options} | saved.numbers.keys()
         odd = sorted(common & live.unproven.keys())
@@ -134,6 +135,8 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     comparable = _tensors(saved, live, scope, result, native=checkpoint.native and checkpoint.digests is None)
     if not weights_only:
         comparable = _optimizer(comparable, saved, live, scope, result, recorded=checkpoint.digests is not None)
+    if with_values:
+        comparable = replace(comparable, values=_values(saved, live, scope, result))
     result.mismatches += comparable.mismatches(live.all)
     copies = live.own.tensors.get(MODULE, {}).keys() - comparable.tensors.get(MODULE, {}).keys()
     if copies and MODULE not in scope.without:
@@ -231,17 +234,17 @@ def _optimizer(
     for key in [key for key in numbers if key != "step" and not recorded and not _is_of_groups(live, key)]:
         del numbers[key]
         result.notes.append(f"{key}: files have one number for a group, the live state one for each parameter")
-    lacking_numbers = sorted(key for key in live.own.numbers if key not in saved.numbers and key not in scope.without)
-    if lacking_numbers:
+    lacking_numbers = sorted(live.own.numbers.keys() - saved.numbers.keys() - scope.without)
+    if lacking_numbers and saved.group_of:
         result.notes.append(f"{', '.join(lacking_numbers)}, which the checkpoint does not record")
-    groups = {} if "groups" in scope.without else saved.group_of
+    groups = saved.group_of
     if groups and _partition(groups, live.all.group_of) != _partition(live.all.group_of, groups):
         result.notes.append("hyper-parameters, because the groups have other parameters")
         groups = {}
-    kinds = {name.partition(".")[0] for name in live.own.values}
-    lacking = {name.partition(".")[0] for name in saved.values} - kinds - scope.without - _RETURNED - _COUNTED
-    if lacking:
-        result.notes.append(f"{', '.join(sorted(lacking))}, which the live run does not have, or was not passed")
+    elif "groups" in scope.without:
+        result.notes.append("hyper-parameters, which were not restored")
+        groups = {}
+    result.notes += _one_sided_options(saved.groups, live.all.groups, _pairs(groups, live.all.group_of), scope)
     return replace(
         comparable,
         numbers={
@@ -249,8 +252,42 @@ def _optimizer(
         },
         groups=saved.groups,
         group_of={name: group for name, group in groups.items() if name not in left_out},
-        values={name: text for name, text in saved.values.items() if _is_compared(name, kinds - scope.without, live)},
     )
+
+
+def _one_sided_options(
+    saved: Sequence[Mapping[str, str]], live: Sequence[Mapping[str, str]], pairs: set[tuple[int, int]], scope: Scope
+) -> list[str]:
+    """Return, as text, the hyper-parameters that only the saved groups, or only the live ones, have."""
+    gone = {key for own, other in pairs for key in saved[own].keys() - live[other].keys()} - scope.without
+    new = {key for own, other in pairs for key in live[other].keys() - saved[own].keys()}
+    notes = [f"{', '.join(sorted(gone))}, which the live groups do not have"] if gone else []
+    return [*notes, *([f"{', '.join(sorted(new))}, which the checkpoint does not record"] if new else [])]
+
+
+def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) -> dict[str, str]:
+    """Return the saved values that are compared: counters, scheduler, loss scale and what a load returns.
+
+    Wrappers without ZeRO have fewer numbers of a loss scaler than files.
+    """
+    kinds = {name.partition(".")[0] for name in live.own.values}
+    saved_kinds = {name.partition(".")[0] for name in saved.values}
+    kept = sorted(scope.without & (kinds | saved_kinds))
+    result.notes += [f"{', '.join(kept)}, which was not restored"] if kept else []
+    lacking = sorted(saved_kinds - kinds - scope.without - _COUNTED)
+    if lacking:
+        result.notes.append(f"{', '.join(lacking)}, which the live run does not have, or was not passed")
+    surplus = [name for name in live.own.values if name not in saved.values]
+    surplus = [name.partition(".")[0] if name.partition(".")[0] not in saved_kinds else name for name in surplus]
+    surplus = [name for name in dict.fromkeys(surplus) if name.partition(".")[0] not in scope.without]
+    if surplus:
+        result.notes.append(f"{', '.join(surplus)}, which the checkpoint does not record")
+    compared = {name: (name.partition(".")[0], text) for name, text in saved.values.items()}
+    return {
+        name: text
+        for name, (kind, text) in compared.items()
+        if kind in kinds - scope.without and (kind != "loss_scale" or name in live.own.values)
+    }
 
 
 def _is_of_groups(live: _Live, key: str) -> bool:
@@ -260,10 +297,9 @@ def _is_of_groups(live: _Live, key: str) -> bool:
     return len(pairs) == len({group for group, _ in pairs})
 
 
-def _is_compared(name: str, kinds: set[str], live: _Live) -> bool:
-    """Return whether a saved value is compared; wrappers without ZeRO have fewer numbers of a loss scaler."""
-    kind = name.partition(".")[0]
-    return kind in kinds and (kind != "loss_scale" or name in live.own.values)
+def _pairs(saved: Mapping[str, int], live: Mapping[str, int]) -> set[tuple[int, int]]:
+    """Return the indexes of the saved and the live group of each parameter that both have."""
+    return {(group, live[name]) for name, group in saved.items() if name in live}
 
 
 def _partition(groups: Mapping[str, int], others: Mapping[str, int]) -> set[frozenset[str]]:

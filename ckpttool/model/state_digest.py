@@ -17,6 +17,8 @@ WEIGHTS = "weights"
 
 GATHERED = "gathered"
 """State of live weights that a rank keeps whole beside its partition, as ZeRO-3 does with small parameters."""
+NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "name"})
+"""Keys of a parameter group that say which parameters it has."""
 SHOWN = 60
 """Most characters of a value in a message."""
 LONG = 200

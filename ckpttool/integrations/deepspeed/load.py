@@ -226,7 +226,6 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
     without |= set() if report.scheduler else {"scheduler"}
     without |= set() if report.loss_scale else {"loss_scale"}
     without |= {"groups"} if report.groups_kept else set()
-    without |= set() if report.rank_state is not None else {"rank_state"}
 
     def subject() -> LiveState:
         state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
@@ -235,7 +234,8 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         return replace(state, values=values, own=own)
 
     scope = Scope(
-        weights_only=report.weights_only or not report.optimizer,
+        weights_only=report.weights_only,
+        without_optimizer=not report.optimizer,
         without=frozenset(without),
         without_names=frozenset(report.unexpected),
         without_states_of=frozenset() if fitted is None else fitted.fresh,

@@ -25,15 +25,13 @@ from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
-from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, NOT_HYPERPARAMETERS, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
-_OF_NO_STATE = frozenset({"params", "param_names", "name"})
-"""Keys of a parameter group that are not hyper-parameters."""
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
 SMALL_ELEMENTS = 16
@@ -226,7 +224,10 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
         problem = f"is a {type(model).__name__}, not a torch.nn.Module or a DeepSpeed engine"
         raise ArgumentError("model", problem, "pass the model that is trained")
     module = unwrapped(model)
-    state_dict = set(module.state_dict())
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        problem = "is the module of a ZeRO-3 engine, whose weights are partitioned"
+        raise ArgumentError("model", problem, "pass the engine")
+    state_dict = {plain_name(name) for name in module.state_dict()}
     names: dict[int, str] = {}
     pieces = []
     for full, parameter in module.named_parameters():
@@ -234,15 +235,33 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
         names[id(parameter)] = name
         pieces.append(piece_of(WEIGHTS, name, parameter))
     for full, buffer in module.named_buffers():
-        if full in state_dict:
-            pieces.append(replace(piece_of(WEIGHTS, plain_name(full), buffer), is_buffer=True))
-    every = module.named_parameters(remove_duplicate=False)
-    aliases = {plain_name(n): names[id(p)] for n, p in every if plain_name(n) != names[id(p)]}
-    tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
-    others = sorted(plain_name(name) for name in state_dict - tensors)
-    if optimizer is None:
-        return LiveState(pieces=pieces, values=scheduler_values(scheduler), aliases=aliases, others=others)
+        names[id(buffer)] = name = plain_name(full)
+        if name in state_dict:
+            pieces.append(replace(piece_of(WEIGHTS, name, buffer), is_buffer=True))
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = {plain_name(name): names[id(tensor)] for name, tensor in every}
+    aliases = {name: first for name, first in named.items() if name != first and name in state_dict}
+    others = sorted(state_dict - named.keys())
+    found = {} if optimizer is None else _optimizer_state(optimizer, names, pieces)
+    return LiveState(
+        pieces=pieces,
+        values=scheduler_values(scheduler),
+        aliases=aliases,
+        others=others,
+        frozen=[plain_name(full) for full, p in module.named_parameters() if not p.requires_grad],
+        trains=optimizer is not None,
+        **found,
+    )
+
+
+def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piece]) -> dict[str, Any]:
+    """Add the tensors of an optimizer to ``pieces``; return its other facts, by their names in ``RankFacts``.
+
+    Raises:
+        ArgumentError: It has none of the model's parameters.
+    """
     numbers: dict[str, dict[str, float]] = {}
+    unproven: dict[str, str] = {}
     group_of = {}
     strangers = 0
     for number, group in enumerate(optimizer.param_groups):
@@ -257,23 +276,15 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
                     numbers.setdefault(key, {})[name] = found
                 elif isinstance(value, torch.Tensor):
                     pieces.append(piece_of(key, name, value))
+                elif isinstance(value, Mapping | list | tuple) and value:
+                    unproven[key] = f"it is a {type(value).__name__}, not a tensor"
+    if strangers:
+        unproven[f"{strangers} parameters of the optimizer"] = "the model does not have them"
     if strangers and not group_of:
-        problem = "has no parameter of the model"
-        raise ArgumentError(
-            "optimizer", problem, "make it after the model is wrapped (fully_shard replaces parameters)"
-        )
-    return LiveState(
-        pieces=pieces,
-        numbers=numbers,
-        groups=[options_of(group) for group in optimizer.param_groups],
-        group_of=group_of,
-        values=scheduler_values(scheduler),
-        aliases=aliases,
-        others=others,
-        unproven={f"{strangers} parameters of the optimizer": "the model does not have them"} if strangers else {},
-        frozen=[name for full, p in module.named_parameters() if not p.requires_grad for name in [plain_name(full)]],
-        trains=True,
-    )
+        problem, hint = "has no parameter of the model", "make it after the model is wrapped"
+        raise ArgumentError("optimizer", problem, f"{hint} (fully_shard replaces parameters)")
+    options = [options_of(group) for group in optimizer.param_groups]
+    return {"numbers": numbers, "unproven": unproven, "groups": options, "group_of": group_of}
 
 
 def unwrapped(model: Any) -> Any:
@@ -305,7 +316,7 @@ def number_of(key: str, value: Any, parameter: Any) -> float | None:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, str]:
     """Return the hyper-parameters of a parameter group as text."""
-    return {key: canonical(value, tensor_text) for key, value in group.items() if key not in _OF_NO_STATE}
+    return {key: canonical(value, tensor_text) for key, value in group.items() if key not in NOT_HYPERPARAMETERS}
 
 
 def scheduler_values(scheduler: Any) -> dict[str, str]:
@@ -339,9 +350,12 @@ def piece_of(key: str, name: str, tensor: Any) -> Piece:
     """Return the part of a tensor that this rank has.
 
     Raises:
-        ArgumentError: It is a DTensor of partial sums, or its part is not one block.
+        ArgumentError: It has a type that checkpoints cannot have; or it is a DTensor of partial sums, or of parts that
+            are not one block.
     """
     tensor = tensor.detach()
+    if str(tensor.dtype).removeprefix("torch.") not in BY_TORCH_NAME:
+        raise ArgumentError(name, f"has {key} of {tensor.dtype}, a type that ckpttool does not read", "leave it out")
     shape = tuple(map(int, tensor.shape))
     if not hasattr(tensor, "placements"):
         return Piece(key, name, tensor, shape, 0)
