@@ -34,6 +34,8 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
+COPIED_ELEMENTS = 1 << 14
+"""Most elements of a tensor on a device that is digested on the host: a copy is faster than the device's calls."""
 SMALL_ELEMENTS = 16
 """Most elements of a tensor that is compared as numbers, inside plain data."""
 
@@ -134,6 +136,8 @@ def digest_tensor(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Se
         return 0
     whole_box = isinstance(starts, tuple) and not all(n == m for n, m in zip(tensor.shape[1:], shape[1:], strict=True))
     first = starts if isinstance(starts, int) else starts[0] * math.prod(shape[1:]) if starts else 0
+    if tensor.device.type != "cpu" and tensor.numel() <= COPIED_ELEMENTS:
+        tensor = tensor.cpu()
     if tensor.device.type != "cpu":
         return _on_device(tensor, starts if whole_box and isinstance(starts, tuple) else first, shape)
     values = as_array(tensor)
