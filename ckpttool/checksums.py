@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from isal.isal_zlib import crc32  # zlib's, and seven times as fast
 
@@ -12,7 +13,21 @@ from ckpttool.ranges import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Checksums", "Record", "chunk_bytes", "chunk_records", "combine", "crc32", "cuts", "of_bytes", "of_pieces"]
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "Checksums",
+    "Record",
+    "Records",
+    "chunk_bytes",
+    "chunk_records",
+    "combine",
+    "crc32",
+    "cuts",
+    "of_bytes",
+    "of_pieces",
+]
 
 MIN_CHUNK_BYTES = 1 << 20
 """Least size of a chunk, in bytes."""
@@ -54,6 +69,48 @@ class Record(NamedTuple):
     def crc_recorded(self) -> bool:
         """Whether a checksum was recorded (torch writes 0 if configured not to compute it)."""
         return self.crc32 != 0 or self.where.nbytes == 0
+
+
+class Records(Sequence[Record]):
+    """The records of an archive by column: checkpoints of large models have millions, too many for an object each.
+
+    Args:
+        names: Name of each record.
+        starts: First byte of each payload.
+        ends: Byte after its last.
+        crcs: Its CRC-32.
+    """
+
+    __slots__ = ("crcs", "ends", "names", "starts")
+
+    def __init__(
+        self, names: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], crcs: NDArray[np.int64]
+    ) -> None:
+        self.names, self.starts, self.ends, self.crcs = names, starts, ends, crcs
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Records: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Records(self.names[index], self.starts[index], self.ends[index], self.crcs[index])
+        where = ByteRange(int(self.starts[index]), int(self.ends[index]))
+        return Record(self.names[index], where, int(self.crcs[index]))
+
+    def __iter__(self) -> Iterator[Record]:
+        places = map(ByteRange, self.starts.tolist(), self.ends.tolist())
+        return map(Record, self.names, places, self.crcs.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value
 
 
 def chunk_records(sums: Checksums) -> tuple[Record, ...]:

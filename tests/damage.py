@@ -88,7 +88,7 @@ def seal(path: Path) -> None:
     with LocalReader(str(path)) as reader:
         records = torch_zip.parse(reader)
     data = bytearray(path.read_bytes())
-    for record in records.values():
+    for record in records:
         crc = zlib.crc32(data[record.where.start : record.where.end])
         if crc == record.crc32 or not record.crc_recorded:
             continue

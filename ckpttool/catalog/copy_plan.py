@@ -145,7 +145,7 @@ def _check_keys(directory: str, names: Collection[str]) -> None:
                 raise StorageError(f"{directory}/{name}", problem, hint)
 
 
-def _records(storage: Storage, path: str) -> tuple[Record, ...]:
+def _records(storage: Storage, path: str) -> Sequence[Record]:
     """Return the records of an archive that the checkpoint does not use, such as a replica or a leftover."""
     try:
         return archive_records(storage, path)

@@ -9,6 +9,7 @@ Source: torch 2.13, torch/serialization.py (``_legacy_save``, ``_legacy_load``).
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import note_file
@@ -21,6 +22,9 @@ from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpttool.checksums import Records
     from ckpttool.containers.values import TensorRef
     from ckpttool.storage import RangeReader
 
@@ -120,9 +124,9 @@ class TorchFile(NamedTuple):
     """"zip" or "legacy"."""
     root: Any
     """The saved value: plain data, TensorRef and Opaque. Callers share it and must not change it."""
-    storages: dict[str, ByteRange]
+    storages: Mapping[str, ByteRange]
     """Byte range of each storage, by key, in the order of first use."""
-    records: tuple[Record, ...]
+    records: Sequence[Record]
     """Every record with its CRC-32; empty for the legacy form, which has none."""
 
     def locate(self, tensor: TensorRef) -> ByteRange:
@@ -142,6 +146,29 @@ class TorchFile(NamedTuple):
         if tensor.numel:  # an empty view may begin beyond the end of its storage
             start += tensor.offset * size
         return ByteRange(start, start + tensor.numel * size)
+
+
+class _Storages(Mapping[str, ByteRange]):
+    """The storages of an archive.
+
+    Args:
+        records: The records.
+        numbers: Index of each storage's record, by key.
+    """
+
+    def __init__(self, records: Records, numbers: dict[str, int]) -> None:
+        self._records = records
+        self._numbers = numbers
+
+    def __getitem__(self, key: str) -> ByteRange:
+        n = self._numbers[key]
+        return ByteRange(int(self._records.starts[n]), int(self._records.ends[n]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = None) -> TorchFile:
@@ -179,15 +206,17 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
 
 def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
     records = torch_zip.parse(reader)
-    pickles = [r for name, r in records.items() if name.count("/") == 1 and name.endswith("/data.pkl")]
+    numbers = {name: n for n, name in enumerate(records.names)}
+    pickles = [records[n] for name, n in numbers.items() if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         problem = f"holds {len(pickles)} data.pkl records, not one"
         raise ContainerError(reader.path, problem, "was it written by torch.save? restore it from a copy")
     where = pickles[0].where
     prefix = pickles[0].name.removesuffix("data.pkl")
-    if f"{prefix}constants.pkl" in records:
+    if f"{prefix}constants.pkl" in numbers:
         raise ContainerError(reader.path, "is a TorchScript archive (torch.jit.save)", "save the state dict instead")
-    _check_byte_order(reader, records.get(f"{prefix}byteorder"))
+    byte_order = numbers.get(f"{prefix}byteorder")
+    _check_byte_order(reader, None if byte_order is None else records[byte_order])
     if where.nbytes > MAX_PICKLE_BYTES:
         raise ContainerError(reader.path, f"its pickle is larger than {MAX_PICKLE_BYTES:,} bytes", _HINT)
     data = reader.read(where.start, where.end)
@@ -199,16 +228,17 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
             saved = known[data] = unpickle(data, path=reader.path)
         except Truncated:
             raise ContainerError(reader.path, "its pickle ends too early", _HINT) from None
-    storages: dict[str, ByteRange] = {}
-    for key, ref in saved.storages.items():
-        record = records.get(f"{prefix}data/{key}")
-        if record is None:
-            raise ContainerError(reader.path, f"storage {brief(key)} is missing", _HINT)
-        if record.where.nbytes != ref.nbytes:
-            problem = f"storage {brief(key)} is {record.where.nbytes} bytes long, but {ref.nbytes} were saved"
+    places = {key: numbers.get(f"{prefix}data/{key}", -1) for key in saved.nbytes}
+    if -1 in places.values():
+        lacking = next(key for key, n in places.items() if n < 0)
+        raise ContainerError(reader.path, f"storage {brief(lacking)} is missing", _HINT)
+    storages = _Storages(records, places)
+    lengths = (records.ends - records.starts).tolist()
+    for (key, nbytes), n in zip(saved.nbytes.items(), places.values(), strict=True):
+        if lengths[n] != nbytes:
+            problem = f"storage {brief(key)} is {lengths[n]} bytes long, but {nbytes} were saved"
             raise ContainerError(reader.path, problem, _HINT)
-        storages[key] = record.where
-    return TorchFile(reader.path, reader.nbytes, "zip", saved.value, storages, tuple(records.values()))
+    return TorchFile(reader.path, reader.nbytes, "zip", saved.value, storages, records)
 
 
 def _check_byte_order(reader: RangeReader, record: Record | None) -> None:

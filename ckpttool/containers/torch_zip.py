@@ -9,19 +9,22 @@ APPNOTE 6.3 (ZIP and ZIP64 records).
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.checksums import Record
+import numpy as np
+
+from ckpttool.checksums import Records
 from ckpttool.errors import ContainerError, PlanError, TruncatedError
 from ckpttool.messages import brief
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from numpy.typing import NDArray
 
     from ckpttool.storage import RangeReader
 
@@ -32,9 +35,28 @@ MAX_DIRECTORY_BYTES = 1 << 26
 """Largest central directory: it has room for over half a million of torch's records."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
+_LOCAL_FIELDS = np.dtype(
+    {
+        "names": ["magic", "method", "name_length", "extra_length"],
+        "formats": ["S4", "<u2", "<u2", "<u2"],
+        "offsets": [0, 8, 26, 28],
+        "itemsize": _LOCAL.size,
+    }
+)
 _CRC32_AT = 14
 """Offset of the CRC-32 in a local header."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
+_CENTRAL_FIELDS = np.dtype(
+    {
+        "names": ["magic", "flags", "method", "crc32", "packed", "nbytes", "extra_length", "header"],
+        "formats": ["S4", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u4"],
+        "offsets": [0, 8, 10, 16, 20, 24, 30, 42],
+        "itemsize": _CENTRAL.size,
+    }
+)
+_LENGTHS = struct.Struct("<3H")
+"""Lengths of the name, the extra field and the comment of an entry."""
+_LENGTHS_AT = 28
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
@@ -42,6 +64,10 @@ _END64_MAGIC = b"PK\x06\x06"
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _UTF8 = 0x800
 _DESCRIBED = 0x8
+_CLOSE = 256
+"""Most bytes between two local headers that are read at once: an empty payload, as ZeRO-3 saves for each parameter."""
+_OUTSIDE = 1 << 60
+"""Stands for larger numbers, beyond the end of any file."""
 _MAX_EXTRA = 36
 """Bytes in a local header's extra field besides padding: ZIP64 sizes, and the heads of two fields."""
 _ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
@@ -52,8 +78,8 @@ _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 # ------------------------------------------------------------------------------------------------- parse
 
 
-def parse(reader: RangeReader) -> dict[str, Record]:
-    """Find every record of an archive, by name, in the order of the central directory.
+def parse(reader: RangeReader) -> Records:
+    """Find every record of an archive, in the order of the central directory.
 
     Raises:
         ContainerError: The archive is cut off, damaged, compressed or encrypted, a record is outside the file, or two
@@ -62,28 +88,22 @@ def parse(reader: RangeReader) -> dict[str, Record]:
     """
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
-    starts = _inferred_starts(entries, directory.start) if reader.remote else {}
+    names, sizes = entries.names, entries.sizes
+    starts = _inferred_starts(entries, directory.start) if reader.remote else np.full(len(names), -1)
     # The central directory does not contain the length of a local header: its extra field may differ.
-    unknown = [e for e in entries if e.header not in starts]
-    headers = reader.read_many([ByteRange(e.header, e.header + _LOCAL.size + len(e.raw_name)) for e in unknown])
-    starts |= {e.header: _payload_start(reader, e, header) for e, header in zip(unknown, headers, strict=True)}
-    records: dict[str, Record] = {}
-    spans: list[tuple[int, int, str]] = []
-    for entry in entries:
-        start = starts[entry.header]
-        if start + entry.nbytes > directory.start:
-            raise ContainerError(reader.path, f"zip record {brief(entry.name)} reaches beyond the data", _DAMAGED_HINT)
-        if entry.name in records:
-            raise ContainerError(reader.path, f"zip record {brief(entry.name)} occurs twice", _FOREIGN_HINT)
-        records[entry.name] = Record(entry.name, ByteRange(start, start + entry.nbytes), entry.crc32)
-        spans.append((entry.header, start + entry.nbytes, entry.name))
-    spans.sort()
-    for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
-        if begin < end:
-            raise ContainerError(
-                reader.path, f"zip records {brief(name)} and {brief(following)} overlap", _FOREIGN_HINT
-            )
-    return records
+    unknown = np.flatnonzero(starts < 0)
+    starts[unknown] = _payload_starts(reader, entries, unknown)
+    ends = starts + sizes
+    _refuse(reader, names, ends > directory.start, "reaches beyond the data", _DAMAGED_HINT)
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ContainerError(reader.path, f"zip record {brief(twice)} occurs twice", _FOREIGN_HINT)
+    order = np.lexsort((ends, entries.headers))
+    overlaps = np.flatnonzero(entries.headers[order[1:]] < ends[order[:-1]])
+    if len(overlaps):
+        name, following = (names[order[overlaps[0] + n]] for n in (0, 1))
+        raise ContainerError(reader.path, f"zip records {brief(name)} and {brief(following)} overlap", _FOREIGN_HINT)
+    return Records(names, starts, ends, entries.crcs)
 
 
 def directory_start(reader: RangeReader) -> int:
@@ -96,48 +116,79 @@ def directory_start(reader: RangeReader) -> int:
     return _read_directory(reader)[0].start
 
 
-class _DirectoryEntry(NamedTuple):
-    name: str
-    raw_name: bytes
-    header: int
-    nbytes: int
-    crc32: int
-    described: bool
+class _Directory(NamedTuple):
+    """The entries of a central directory, by column: archives of large models have thousands of records."""
+
+    names: list[str]
+    raw_names: list[bytes]
+    headers: NDArray[np.int64]
+    """Offset of each local header."""
+    sizes: NDArray[np.int64]
+    """Bytes of each payload."""
+    crcs: NDArray[np.int64]
+    described: NDArray[np.bool_]
     """Whether a data descriptor, 16 bytes or 24, follows the payload."""
 
     @property
-    def least_start(self) -> int:
-        """First byte of the payload if the local header has no extra field."""
-        return self.header + _LOCAL.size + len(self.raw_name)
+    def least_starts(self) -> NDArray[np.int64]:
+        """First byte of each payload if its local header has no extra field."""
+        lengths: NDArray[np.int64] = np.fromiter(map(len, self.raw_names), np.int64, len(self.raw_names))
+        return self.headers + _LOCAL.size + lengths
 
 
-def _payload_start(reader: RangeReader, entry: _DirectoryEntry, header: bytes) -> int:
-    magic, _, _, method, _, _, _, _, _, name_length, extra_length = _LOCAL.unpack_from(header)
-    local_name = header[_LOCAL.size :] if name_length == len(entry.raw_name) else b""
-    if magic != MAGIC or method != 0 or local_name != entry.raw_name:
-        raise ContainerError(reader.path, f"zip record {brief(entry.name)} has a broken local header", _DAMAGED_HINT)
-    return entry.least_start + int(extra_length)
+def _refuse(reader: RangeReader, names: list[str], bad: NDArray[np.bool_], problem: str, hint: str) -> None:
+    """Raise an error that names the first bad record, if there is one."""
+    if bad.any():
+        raise ContainerError(reader.path, f"zip record {brief(names[int(bad.argmax())])} {problem}", hint)
 
 
-def _inferred_starts(entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
-    """Return where payloads begin, by the place of their local header, without a round trip for each header.
+def _payload_starts(reader: RangeReader, entries: _Directory, which: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Return where the payloads of some records begin, by their local headers; close headers are read together."""
+    which = which[np.argsort(entries.headers[which], kind="stable")]
+    headers, ends = entries.headers[which], entries.least_starts[which]
+    firsts = np.flatnonzero(np.diff(headers, prepend=-_CLOSE - 1) > _CLOSE)
+    lasts = np.maximum.reduceat(ends, firsts) if len(which) else ends
+    spans = list(map(ByteRange, headers[firsts].tolist(), lasts.tolist()))
+    data = b"".join(reader.read_many(spans))
+    lengths = lasts - headers[firsts]
+    shifts = np.repeat(np.cumsum(lengths) - lengths - headers[firsts], np.diff(np.append(firsts, len(which))))
+    found = _gather(data, headers + shifts, _LOCAL_FIELDS)
+    names = [entries.names[n] for n in which]
+    raw_names = [entries.raw_names[n] for n in which]
+    begins, stops = (headers + shifts + _LOCAL.size).tolist(), (ends + shifts).tolist()
+    same = [data[a:b] == name for a, b, name in zip(begins, stops, raw_names, strict=True)]
+    wrong = (found["magic"] != MAGIC) | (found["method"] != 0) | ~np.array(same, dtype=bool)
+    wrong |= found["name_length"] != ends - headers - _LOCAL.size
+    _refuse(reader, names, wrong, "has a broken local header", _DAMAGED_HINT)
+    starts = np.empty(len(entries.names), dtype=np.int64)
+    starts[which] = ends + found["extra_length"]
+    return starts[np.sort(which)]
+
+
+def _gather(data: bytes, at: NDArray[np.int64], kind: np.dtype[Any]) -> NDArray[Any]:
+    """Return structures at some offsets of ``data``."""
+    raw = np.frombuffer(data, dtype=np.uint8)[at[:, None] + np.arange(kind.itemsize)]
+    return raw.view(kind)[:, 0] if len(at) else np.empty(0, kind)
+
+
+def _inferred_starts(entries: _Directory, end: int) -> NDArray[np.int64]:
+    """Return where payloads begin, without a round trip for each local header; -1 where that is not certain.
 
     A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
     multiple of 64 with a fill shorter than that. Payloads that do not fit both in exactly one way are left out. So is
     the first record: its header begins the file, and must be read to check that the file is an archive.
     """
-    starts: dict[int, int] = {}
-    ordered = sorted(entries, key=lambda e: e.header)
-    for entry, following in zip(ordered, [*(e.header for e in ordered[1:]), end], strict=True):
-        ends = (following - 16, following - 24) if entry.described else (following,)
-        fits = [
-            at
-            for at in (e - entry.nbytes for e in ends)
-            if at % ALIGNMENT == 0 and 0 <= at - entry.least_start < ALIGNMENT + _MAX_EXTRA
-        ]
-        if len(fits) == 1 and entry.header > 0:
-            starts[entry.header] = fits[0]
-    return starts
+    order = np.argsort(entries.headers, kind="stable")
+    following = np.empty_like(entries.headers)
+    following[order] = np.append(entries.headers[order][1:], end)
+    # With a data descriptor there are two candidates.
+    starts = np.stack([following - np.where(entries.described, 16, 0), following - 24]) - entries.sizes
+    fill = starts - entries.least_starts
+    fits = (starts % ALIGNMENT == 0) & (fill >= 0) & (fill < ALIGNMENT + _MAX_EXTRA)
+    fits[1] &= entries.described
+    certain = (fits.sum(axis=0) == 1) & (entries.headers > 0)
+    result: NDArray[np.int64] = np.where(certain, np.where(fits[0], starts[0], starts[1]), -1)
+    return result
 
 
 def bytes_with_crc(crc32: int) -> bytes:
@@ -208,35 +259,39 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
     return start, nbytes, count, position
 
 
-def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> list[_DirectoryEntry]:
+def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Directory:
     data = reader.read(where.start, where.end)
-    entries: list[_DirectoryEntry] = []
+    starts: list[int] = []
+    raw_names: list[bytes] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
             raise ContainerError(reader.path, "the zip directory ends too early", _DAMAGED_HINT)
-        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = _CENTRAL.unpack_from(
-            data, at
-        )
-        name_end = at + _CENTRAL.size + lengths[0]
-        following = at + _CENTRAL.size + sum(lengths)
-        if magic != b"PK\x01\x02" or following > len(data):
-            raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
-        raw_name = data[at + _CENTRAL.size : name_end]
-        name = raw_name.decode("utf-8", "replace")
-        if _MAX32 in {nbytes, packed, header}:
-            extra = data[name_end : name_end + lengths[1]]
-            nbytes, packed, header = _zip64_sizes(reader, extra, nbytes, packed, header)
-        if method != 0 or packed != nbytes or flags & _ENCRYPTED:
-            raise ContainerError(reader.path, f"zip record {brief(name)} is compressed or encrypted", _FOREIGN_HINT)
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ContainerError(reader.path, f"zip record {brief(name)} points outside the archive", _FOREIGN_HINT)
-        if header + _LOCAL.size + len(raw_name) > where.start:
-            raise ContainerError(reader.path, f"zip record {brief(name)} is outside the file", _DAMAGED_HINT)
-        entries.append(_DirectoryEntry(name, raw_name, header, nbytes, crc32, bool(flags & _DESCRIBED)))
-        at = following
+        name_length, extra_length, comment_length = _LENGTHS.unpack_from(data, at + _LENGTHS_AT)
+        name_at = at + _CENTRAL.size
+        starts.append(at)
+        raw_names.append(data[name_at : name_at + name_length])
+        at = name_at + name_length + extra_length + comment_length
+    found = _gather(data, np.array(starts, dtype=np.int64), _CENTRAL_FIELDS)
+    if at > len(data) or (found["magic"] != b"PK\x01\x02").any():
+        raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)
+    names = [name.decode("utf-8", "replace") for name in raw_names]
+    sizes, packed, headers = (found[key].astype(np.int64) for key in ("nbytes", "packed", "header"))
+    for n in np.flatnonzero((sizes == _MAX32) | (packed == _MAX32) | (headers == _MAX32)).tolist():
+        extra_at = starts[n] + _CENTRAL.size + len(raw_names[n])
+        extra = data[extra_at : extra_at + int(found["extra_length"][n])]
+        numbers = _zip64_sizes(reader, extra, int(sizes[n]), int(packed[n]), int(headers[n]))
+        sizes[n], packed[n], headers[n] = (min(number, _OUTSIDE) for number in numbers)
+    packs = (found["method"] != 0) | (packed != sizes) | (found["flags"] & _ENCRYPTED != 0)
+    _refuse(reader, names, packs, "is compressed or encrypted", _FOREIGN_HINT)
+    if b".." in data or any(name.startswith("/") for name in names):
+        leaves = [name.startswith("/") or ".." in name.split("/") for name in names]
+        _refuse(reader, names, np.array(leaves), "points outside the archive", _FOREIGN_HINT)
+    crcs, described = found["crc32"].astype(np.int64), found["flags"] & _DESCRIBED != 0
+    entries = _Directory(names, raw_names, headers, sizes, crcs, described)
+    _refuse(reader, names, entries.least_starts > where.start, "is outside the file", _DAMAGED_HINT)
     return entries
 
 

@@ -490,6 +490,8 @@ class Unpickled(NamedTuple):
     """Position after the pickle."""
     storages: dict[str, StorageRef]
     """Every storage it mentions, by key, in the order of first use."""
+    nbytes: dict[str, int]
+    """Size of each storage in bytes."""
 
 
 def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
@@ -522,7 +524,8 @@ def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
         raise ContainerError(path, problem, "restore the file from a copy") from error
     if isinstance(value, _NESTING) and _height(value, {}, 0) > MAX_DEPTH:
         raise ContainerError(path, f"its pickle nests containers more than {MAX_DEPTH} deep", _FOREIGN_HINT)
-    return Unpickled(value, machine.position, machine.storages)
+    storages = machine.storages
+    return Unpickled(value, machine.position, storages, {key: ref.nbytes for key, ref in storages.items()})
 
 
 _NESTING = (dict, list, tuple, set, frozenset, Opaque, TensorRef)

@@ -287,7 +287,7 @@ class ReadChecks:
         raise ChecksumError(path, problem, RESTORE)
 
 
-def archive_records(storage: Storage, path: str) -> tuple[Record, ...]:
+def archive_records(storage: Storage, path: str) -> Sequence[Record]:
     """Return the records of a sidecar file, if it is an archive of ``torch.save``; else none.
 
     Raises:
@@ -299,7 +299,7 @@ def archive_records(storage: Storage, path: str) -> tuple[Record, ...]:
     with storage.open(path) as reader:
         if reader.read(0, min(reader.nbytes, len(MAGIC))) != MAGIC:
             return ()
-        return tuple(parse(reader).values())
+        return parse(reader)
 
 
 def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Check) -> ReadChecks | None:

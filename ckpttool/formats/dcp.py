@@ -228,7 +228,7 @@ class Shards:
             return None
         try:
             if chunk.nbytes > limit:
-                self._note(index, chunk, fqn, parse(part).values())
+                self._note(index, chunk, fqn, parse(part))
                 return None
             torch = read_torch_file(part)
             self._note(index, chunk, fqn, torch.records)

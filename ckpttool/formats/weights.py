@@ -183,7 +183,7 @@ def _read_files(
         with storage.open(path, ahead=True) as reader:
             index = len(files)
             kind_of_file = "weights" if kind.format == "safetensors" else "model"
-            records: tuple[Record, ...] = ()
+            records: Sequence[Record] = ()
             if kind.format == "safetensors":
                 entries, metadata = safetensors.parse(reader)
                 _refuse_shard(path, metadata)

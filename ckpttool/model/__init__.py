@@ -14,7 +14,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -313,7 +313,7 @@ class CheckpointFile:
     shard or the metadata of ``torch.distributed.checkpoint``)."""
     directory: str | None = None
     """Its directory if that is another node's; None for the checkpoint's location."""
-    records: tuple[Record, ...] = field(default=(), repr=False)
+    records: Sequence[Record] = field(default=(), repr=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""
     storage: StorageSpec | None = field(default=None, repr=False)
     """Its storage if that is not the checkpoint's: the file of another checkpoint, in a combination."""

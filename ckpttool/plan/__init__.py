@@ -59,7 +59,7 @@ class SourceFile:
     """ETag or modification time: changes when the file is rewritten; see ``storage.Entry``."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
     """Its storage, as data; ``storage.connect`` opens it."""
-    records: tuple[Record, ...] = field(default=(), repr=False, compare=False)
+    records: Sequence[Record] = field(default=(), repr=False, compare=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""
 
 

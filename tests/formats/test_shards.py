@@ -197,7 +197,7 @@ def _structure(path: Path) -> bytes:
     if not data.startswith(b"PK"):
         return data
     with LocalReader(str(path)) as reader:
-        (where,) = (r.where for name, r in parse(reader).items() if name.endswith("/data.pkl"))
+        (where,) = (r.where for r in parse(reader) if r.name.endswith("/data.pkl"))
     return data[where.start : where.end]
 
 

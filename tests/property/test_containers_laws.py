@@ -274,12 +274,12 @@ def test_parse_undoes_build(pickled: bytes, payloads: dict[str, bytes], prefix: 
     for key, where in built.payloads.items():
         out[where.start : where.end] = payloads[key]
     records = torch_zip.parse(BytesReader(bytes(out)))
-    assert {n: r.where for n, r in records.items() if n.startswith(f"{prefix}/data/")} == {
+    assert {r.name: r.where for r in records if r.name.startswith(f"{prefix}/data/")} == {
         f"{prefix}/data/{key}": where for key, where in built.payloads.items()
     }
     assert all(where.start % torch_zip.ALIGNMENT == 0 for where in built.payloads.values())
     with zipfile.ZipFile(io.BytesIO(bytes(out))) as archive:
-        assert archive.namelist() == list(records)
+        assert archive.namelist() == records.names
         assert archive.read(f"{prefix}/data.pkl") == pickled
         if with_checksums:
             assert archive.testzip() is None

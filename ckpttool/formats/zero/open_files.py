@@ -526,7 +526,7 @@ class Opener:
         rank: int | None,
         version: str,
         model_rank: int | None,
-        records: tuple[Record, ...] | None,
+        records: Sequence[Record] | None,
     ) -> None:
         """Assign an index to a file; ``records`` are the records of its archive, None for raw elements."""
         directory = self._directory.get(name, self.location.directory)

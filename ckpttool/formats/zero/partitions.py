@@ -565,10 +565,11 @@ def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], re
 
 def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[object], report: Report) -> None:
     """Report the first rank whose value differs from rank 0's."""
-    if not files:
-        return
+    same: dict[int, bool] = {}  # by identity: files with equal pickles share their values
     for file, value in zip(files, values, strict=True):
-        if not _agree([values[0], value]):
+        if id(value) not in same:
+            same[id(value)] = _agree([values[0], value])
+        if not same[id(value)]:
             problem = f"{what} differs from rank 0's{_both(value, values[0])}: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
             return
@@ -576,8 +577,9 @@ def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[objec
 
 def _agree(values: Sequence[object]) -> bool:
     """Return whether all values are the same as the first."""
-    expected = fingerprint(values[0])
-    return all(value is values[0] or fingerprint(value) == expected for value in values[1:])
+    others = [value for value in values[1:] if value is not values[0]]
+    expected = fingerprint(values[0]) if others else []
+    return all(fingerprint(value) == expected for value in others)
 
 
 def _both(ours: object, theirs: object) -> str:
