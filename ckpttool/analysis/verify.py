@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers.torch_file import read_torch_file
-from ckpttool.dtypes import DTYPES, itemsize
+from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution.checks import failed_checks
 from ckpttool.execution.sources import Sources
@@ -30,6 +31,8 @@ from ckpttool.units import Meter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, CheckpointFile, State
@@ -37,8 +40,10 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
+PIECE_BYTES = 1 << 19
+"""Bytes read at once: they stay in the cache while they are hashed and searched for NaN."""
 CHUNK_BYTES = 1 << 22
-"""Bytes read at once."""
+"""Bytes read at once to count NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +197,7 @@ def unplaced_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _bytes_to_read(checkpoint: Checkpoint, checks: ConsistencyChecks, *, deep: bool) -> int:
     """Return the bytes to read; bytes read twice count twice."""
-    if not deep:
-        return checks.nbytes
-    return checkpoint.nbytes + checks.nbytes + sum(s.nbytes for _, _, s in checkpoint.states() if _floating(s))
+    return checks.nbytes + (checkpoint.nbytes if deep else 0)
 
 
 def _floating(state: State) -> bool:
@@ -208,9 +211,16 @@ def _deep(
     errors: list[CkptError] = []
     checked = unrecorded = 0
     files = source_files(checkpoint)
+    floats = [_Floats() for _ in files]
+    for _, _, state in checkpoint.states():
+        for row in _blocks(state) if _floating(state) else ():
+            start, nbytes = int(row["offset"]), int(row["numel"]) * itemsize(state.dtype)
+            floats[int(row["file"])].add(start, start + nbytes, state.dtype)
     with Sources(files) as sources:
         sums = (
-            partial(_check_sums, sources, i, f, manifest.get(f.name) if f.directory is None else None, advance)
+            partial(
+                _check_sums, sources, i, f, manifest.get(f.name) if f.directory is None else None, floats[i], advance
+            )
             for i, f in enumerate(checkpoint.files)
         )
         with contextlib.closing(in_threads(sums, jobs)) as results:
@@ -219,9 +229,9 @@ def _deep(
                 checked += count
                 unrecorded += none
         scans = (
-            partial(_scan, checkpoint, sources, name, key, state, advance)
+            partial(_scan, checkpoint, sources, name, key, state)
             for name, key, state in checkpoint.states()
-            if _floating(state)
+            if _floating(state) and not all(floats[int(row["file"])].finite for row in _blocks(state))
         )
         with contextlib.closing(in_threads(scans, jobs)) as results:
             for found in results:
@@ -229,19 +239,79 @@ def _deep(
     return errors, checked, unrecorded
 
 
+def _blocks(state: State) -> NDArray[np.void]:
+    """Return the contiguous blocks of a state in its files."""
+    return np.concatenate([stored_blocks(s.extents, itemsize(s.dtype)) for s in (state, *state.mean_with)])
+
+
+class _Floats:
+    """The ranges of a file that contain floating-point numbers; notes whether all of them are finite."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, str]] = []
+        self._sorted = True
+        self._seen = 0
+        self._finite = True
+
+    def add(self, start: int, end: int, dtype: str) -> None:
+        """Add a range."""
+        if self._spans and self._spans[-1][1:] == (start, dtype):
+            start = self._spans.pop()[0]
+        self._sorted &= not self._spans or self._spans[-1][1] <= start
+        self._spans.append((start, end, dtype))
+
+    def see(self, at: int, piece: memoryview) -> None:
+        """Search the bytes from ``at`` on."""
+        if not self._sorted:
+            self._spans.sort()
+            self._sorted = True
+        end, n = at + len(piece), bisect.bisect_right(self._spans, at, key=lambda span: span[1])
+        while n < len(self._spans) and self._spans[n][0] < end:
+            start, stop, dtype = self._spans[n]
+            first, last, width = max(start, at), min(stop, end), itemsize(dtype)
+            if (first - start) % width or (last - start) % width:
+                self._finite = False
+                return
+            self._finite = self._finite and _is_finite(piece[first - at : last - at], dtype)
+            self._seen += last - first
+            n += 1
+
+    @property
+    def finite(self) -> bool:
+        """True if every number was seen, and is finite."""
+        return self._finite and self._seen == sum(end - start for start, end, _ in self._spans)
+
+
+_INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80 << 16, "F64": 0x7FF0 << 48}
+"""Bits of positive infinity; those of positive NaN are larger numbers."""
+
+
+def _is_finite(data: memoryview, dtype: str) -> bool:
+    if not len(data) or dtype not in _INFINITY:
+        return bool(np.isfinite(np.frombuffer(data, dtype=numpy_dtype(dtype))).all())
+    # The largest as a signed number has the largest positive exponent; as an unsigned one, the largest negative.
+    bits, width = np.frombuffer(data, dtype=f"i{itemsize(dtype)}"), 8 * itemsize(dtype)
+    infinity, sign = _INFINITY[dtype], 1 << (width - 1)
+    return bool(bits.max() < infinity and bits.view(f"u{width // 8}").max() < infinity | sign)
+
+
 def _check_sums(
-    sources: Sources, index: int, file: CheckpointFile, saved: Checksums | None, advance: Advance
+    sources: Sources, index: int, file: CheckpointFile, saved: Checksums | None, floats: _Floats, advance: Advance
 ) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
         bad = None
-        if saved is not None and saved.nbytes == reader.nbytes and (bad := _check_chunks(reader, saved)) is None:
+        if (
+            saved is not None
+            and saved.nbytes == reader.nbytes
+            and (bad := _check_chunks(reader, saved, floats)) is None
+        ):
             advance(reader.nbytes)
             return [], len(saved.crcs), 0
         # The files of a DCP checkpoint contain an archive for each tensor; their records are known since it was opened.
         records = read_torch_file(reader).records if file.container == "torch" else file.records
         recorded = [r for r in records if r.crc_recorded]
-        found = [error for record in recorded if (error := _check_sum(reader, record))]
+        found = [error for record in recorded if (error := _check_sum(reader, record, floats))]
         if bad is not None and not found:
             found.append(bad)  # the bytes between the records
     except CkptError as error:
@@ -250,46 +320,47 @@ def _check_sums(
     return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
-def _check_chunks(reader: Reader, saved: Checksums) -> CkptError | None:
+def _pieces(reader: Reader, start: int, end: int, floats: _Floats) -> Iterator[memoryview]:
+    """Yield the bytes of a range in pieces, which are valid until the next one."""
+    buffer = ReadBuffer()
+    for at in range(start, end, PIECE_BYTES):
+        piece = buffer.read_bytes(reader, at, min(PIECE_BYTES, end - at))
+        floats.see(at, piece)
+        yield piece
+
+
+def _check_chunks(reader: Reader, saved: Checksums, floats: _Floats) -> CkptError | None:
     """Compare every byte of a file with the checksums of its manifest."""
-    buffer = memoryview(bytearray(min(saved.chunk_bytes, max(saved.nbytes, 1))))
     for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
-        chunk = buffer[: end - start]
-        reader.read_into(start, chunk)
-        changed = crc32(chunk) != saved.crcs[n]
-        if changed or (saved.sha256 and hashlib.sha256(chunk).digest() != saved.sha256[n]):
+        crc, sha = 0, hashlib.sha256() if saved.sha256 else None
+        for piece in _pieces(reader, start, end, floats):
+            crc = crc32(piece, crc)
+            if sha is not None:
+                sha.update(piece)
+        if crc != saved.crcs[n] or (sha is not None and sha.digest() != saved.sha256[n]):
             problem = f"bytes {start:,} to {end:,} differ from those saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None
 
 
-def _check_sum(reader: Reader, record: Record) -> CkptError | None:
+def _check_sum(reader: Reader, record: Record, floats: _Floats) -> CkptError | None:
     crc = 0
-    buffer = bytearray(min(CHUNK_BYTES, max(record.where.nbytes, 1)))
-    at = record.where.start
-    while at < record.where.end:
-        chunk = memoryview(buffer)[: min(len(buffer), record.where.end - at)]
-        reader.read_into(at, chunk)
-        crc = crc32(chunk, crc)
-        at += len(chunk)
+    for piece in _pieces(reader, *record.where, floats):
+        crc = crc32(piece, crc)
     if crc == record.crc32:
         return None
     problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
     return CkptError(reader.path, problem, "restore the file from a copy: its bytes have changed")
 
 
-def _scan(
-    checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State, advance: Advance
-) -> list[CkptError]:
+def _scan(checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State) -> list[CkptError]:
     """Count NaN and infinity in one state of one parameter, for each file that contains a part of it."""
     counts: dict[int, list[int]] = {}
     buffer = ReadBuffer()
-    blocks = [stored_blocks(s.extents, itemsize(s.dtype)) for s in (state, *state.mean_with)]
-    for row in np.concatenate(blocks):
+    for row in _blocks(state):
         file = int(row["file"])
         try:
             for values in _chunks(buffer, sources[file], int(row["offset"]), int(row["numel"]), state.dtype):
-                advance(values.nbytes)
                 # A finite sum has only finite terms; most chunks need only the sum.
                 with np.errstate(all="ignore"):
                     if np.isfinite(values.sum(dtype=np.float64)):
