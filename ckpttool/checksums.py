@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from isal.isal_zlib import crc32  # zlib's, and seven times as fast
@@ -12,9 +14,6 @@ from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = [
     "Checksums",
@@ -72,21 +71,18 @@ class Record(NamedTuple):
 
 
 class Records(Sequence[Record]):
-    """The records of an archive by column: checkpoints of large models have millions, too many for an object each.
+    """The records of an archive, packed: checkpoints of large models have millions, too many for an object each.
 
     Args:
         names: Name of each record.
-        starts: First byte of each payload.
-        ends: Byte after its last.
-        crcs: Its CRC-32.
+        places: First byte of each payload, the byte after its last, and its CRC-32.
     """
 
-    __slots__ = ("crcs", "ends", "names", "starts")
+    __slots__ = ("_places", "names")
 
-    def __init__(
-        self, names: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], crcs: NDArray[np.int64]
-    ) -> None:
-        self.names, self.starts, self.ends, self.crcs = names, starts, ends, crcs
+    def __init__(self, names: Sequence[str], places: Iterable[tuple[int, int, int]]) -> None:
+        self.names = names
+        self._places = b"".join(starmap(_PLACE.pack, places))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -95,22 +91,25 @@ class Records(Sequence[Record]):
     def __getitem__(self, index: int) -> Record: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Records: ...
+    def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Records(self.names[index], self.starts[index], self.ends[index], self.crcs[index])
-        where = ByteRange(int(self.starts[index]), int(self.ends[index]))
-        return Record(self.names[index], where, int(self.crcs[index]))
+            return tuple(self)[index]
+        start, end, crc = _PLACE.unpack_from(self._places, _PLACE.size * range(len(self))[index])
+        return Record(self.names[index], ByteRange(start, end), crc)
 
     def __iter__(self) -> Iterator[Record]:
-        places = map(ByteRange, self.starts.tolist(), self.ends.tolist())
-        return map(Record, self.names, places, self.crcs.tolist())
+        for name, (start, end, crc) in zip(self.names, _PLACE.iter_unpack(self._places), strict=True):
+            yield Record(name, ByteRange(start, end), crc)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]  # compared by value
+
+
+_PLACE = struct.Struct("<3q")
 
 
 def chunk_records(sums: Checksums) -> tuple[Record, ...]:

@@ -161,8 +161,7 @@ class _Storages(Mapping[str, ByteRange]):
         self._numbers = numbers
 
     def __getitem__(self, key: str) -> ByteRange:
-        n = self._numbers[key]
-        return ByteRange(int(self._records.starts[n]), int(self._records.ends[n]))
+        return self._records[self._numbers[key]].where
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
@@ -233,7 +232,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
         lacking = next(key for key, n in places.items() if n < 0)
         raise ContainerError(reader.path, f"storage {brief(lacking)} is missing", _HINT)
     storages = _Storages(records, places)
-    lengths = (records.ends - records.starts).tolist()
+    lengths = [record.where.nbytes for record in records]
     for (key, nbytes), n in zip(saved.nbytes.items(), places.values(), strict=True):
         if lengths[n] != nbytes:
             problem = f"storage {brief(key)} is {lengths[n]} bytes long, but {nbytes} were saved"

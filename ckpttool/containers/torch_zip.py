@@ -9,12 +9,12 @@ APPNOTE 6.3 (ZIP and ZIP64 records).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from ckpttool.checksums import Records
 from ckpttool.errors import ContainerError, PlanError, TruncatedError
@@ -23,8 +23,6 @@ from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
     from ckpttool.storage import RangeReader
 
@@ -35,28 +33,13 @@ MAX_DIRECTORY_BYTES = 1 << 26
 """Largest central directory: it has room for over half a million of torch's records."""
 
 _LOCAL = struct.Struct("<4s5H3I2H")
-_LOCAL_FIELDS = np.dtype(
-    {
-        "names": ["magic", "method", "name_length", "extra_length"],
-        "formats": ["S4", "<u2", "<u2", "<u2"],
-        "offsets": [0, 8, 26, 28],
-        "itemsize": _LOCAL.size,
-    }
-)
+_LOCAL_FIELDS = struct.Struct("<4s4xH16xHH")
+"""Magic, method, and lengths of name and extra field."""
 _CRC32_AT = 14
 """Offset of the CRC-32 in a local header."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_CENTRAL_FIELDS = np.dtype(
-    {
-        "names": ["magic", "flags", "method", "crc32", "packed", "nbytes", "extra_length", "header"],
-        "formats": ["S4", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u4"],
-        "offsets": [0, 8, 10, 16, 20, 24, 30, 42],
-        "itemsize": _CENTRAL.size,
-    }
-)
-_LENGTHS = struct.Struct("<3H")
-"""Lengths of the name, the extra field and the comment of an entry."""
-_LENGTHS_AT = 28
+_CENTRAL_FIELDS = struct.Struct("<4s4x2H4x3I3H8xI")
+"""Magic, flags, method, CRC-32, sizes, lengths of name, extra field and comment, and place of the local header."""
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
@@ -88,22 +71,22 @@ def parse(reader: RangeReader) -> Records:
     """
     directory, count = _read_directory(reader)
     entries = _parse_directory(reader, directory, count)
-    names, sizes = entries.names, entries.sizes
-    starts = _inferred_starts(entries, directory.start) if reader.remote else np.full(len(names), -1)
+    names, headers = entries.names, entries.headers
+    known = _inferred_starts(entries, directory.start) if reader.remote else {}
     # The central directory does not contain the length of a local header: its extra field may differ.
-    unknown = np.flatnonzero(starts < 0)
-    starts[unknown] = _payload_starts(reader, entries, unknown)
-    ends = starts + sizes
-    _refuse(reader, names, ends > directory.start, "reaches beyond the data", _DAMAGED_HINT)
+    known |= _payload_starts(reader, entries, [n for n in range(len(names)) if n not in known])
+    starts = [known[n] for n in range(len(names))]
+    ends = list(map(operator.add, starts, entries.sizes))
+    _refuse(reader, names, [end > directory.start for end in ends], "reaches beyond the data", _DAMAGED_HINT)
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ContainerError(reader.path, f"zip record {brief(twice)} occurs twice", _FOREIGN_HINT)
-    order = np.lexsort((ends, entries.headers))
-    overlaps = np.flatnonzero(entries.headers[order[1:]] < ends[order[:-1]])
-    if len(overlaps):
-        name, following = (names[order[overlaps[0] + n]] for n in (0, 1))
-        raise ContainerError(reader.path, f"zip records {brief(name)} and {brief(following)} overlap", _FOREIGN_HINT)
-    return Records(names, starts, ends, entries.crcs)
+    spans = sorted(zip(headers, ends, range(len(names)), strict=True))
+    for (_, end, n), (begin, _, following) in itertools.pairwise(spans):
+        if begin < end:
+            problem = f"zip records {brief(names[n])} and {brief(names[following])} overlap"
+            raise ContainerError(reader.path, problem, _FOREIGN_HINT)
+    return Records(names, zip(starts, ends, entries.crcs, strict=True))
 
 
 def directory_start(reader: RangeReader) -> int:
@@ -121,74 +104,69 @@ class _Directory(NamedTuple):
 
     names: list[str]
     raw_names: list[bytes]
-    headers: NDArray[np.int64]
+    headers: list[int]
     """Offset of each local header."""
-    sizes: NDArray[np.int64]
+    sizes: list[int]
     """Bytes of each payload."""
-    crcs: NDArray[np.int64]
-    described: NDArray[np.bool_]
+    crcs: list[int]
+    described: list[bool]
     """Whether a data descriptor, 16 bytes or 24, follows the payload."""
 
-    @property
-    def least_starts(self) -> NDArray[np.int64]:
-        """First byte of each payload if its local header has no extra field."""
-        lengths: NDArray[np.int64] = np.fromiter(map(len, self.raw_names), np.int64, len(self.raw_names))
-        return self.headers + _LOCAL.size + lengths
+    def least_start(self, n: int) -> int:
+        """First byte of a payload if its local header has no extra field."""
+        return self.headers[n] + _LOCAL.size + len(self.raw_names[n])
 
 
-def _refuse(reader: RangeReader, names: list[str], bad: NDArray[np.bool_], problem: str, hint: str) -> None:
+def _refuse(reader: RangeReader, names: list[str], bad: list[bool], problem: str, hint: str) -> None:
     """Raise an error that names the first bad record, if there is one."""
-    if bad.any():
-        raise ContainerError(reader.path, f"zip record {brief(names[int(bad.argmax())])} {problem}", hint)
+    if True in bad:
+        raise ContainerError(reader.path, f"zip record {brief(names[bad.index(True)])} {problem}", hint)
 
 
-def _payload_starts(reader: RangeReader, entries: _Directory, which: NDArray[np.intp]) -> NDArray[np.int64]:
+def _payload_starts(reader: RangeReader, entries: _Directory, which: list[int]) -> dict[int, int]:
     """Return where the payloads of some records begin, by their local headers; close headers are read together."""
-    which = which[np.argsort(entries.headers[which], kind="stable")]
-    headers, ends = entries.headers[which], entries.least_starts[which]
-    firsts = np.flatnonzero(np.diff(headers, prepend=-_CLOSE - 1) > _CLOSE)
-    lasts = np.maximum.reduceat(ends, firsts) if len(which) else ends
-    spans = list(map(ByteRange, headers[firsts].tolist(), lasts.tolist()))
-    data = b"".join(reader.read_many(spans))
-    lengths = lasts - headers[firsts]
-    shifts = np.repeat(np.cumsum(lengths) - lengths - headers[firsts], np.diff(np.append(firsts, len(which))))
-    found = _gather(data, headers + shifts, _LOCAL_FIELDS)
-    names = [entries.names[n] for n in which]
-    raw_names = [entries.raw_names[n] for n in which]
-    begins, stops = (headers + shifts + _LOCAL.size).tolist(), (ends + shifts).tolist()
-    same = [data[a:b] == name for a, b, name in zip(begins, stops, raw_names, strict=True)]
-    wrong = (found["magic"] != MAGIC) | (found["method"] != 0) | ~np.array(same, dtype=bool)
-    wrong |= found["name_length"] != ends - headers - _LOCAL.size
-    _refuse(reader, names, wrong, "has a broken local header", _DAMAGED_HINT)
-    starts = np.empty(len(entries.names), dtype=np.int64)
-    starts[which] = ends + found["extra_length"]
-    return starts[np.sort(which)]
+    headers = entries.headers
+    groups: list[list[int]] = []
+    last = -_CLOSE - 1
+    for n in sorted(which, key=headers.__getitem__):
+        if headers[n] - last > _CLOSE:
+            groups.append([])
+        groups[-1].append(n)
+        last = headers[n]
+    spans = [ByteRange(headers[group[0]], max(map(entries.least_start, group))) for group in groups]
+    starts: dict[int, int] = {}
+    for group, span, data in zip(groups, spans, reader.read_many(spans), strict=True):
+        for n in group:
+            at, raw_name = headers[n] - span.start, entries.raw_names[n]
+            magic, method, name_length, extra_length = _LOCAL_FIELDS.unpack_from(data, at)
+            begin = at + _LOCAL.size
+            end = begin + name_length
+            if magic != MAGIC or method or data[begin:end] != raw_name:
+                problem = f"zip record {brief(entries.names[n])} has a broken local header"
+                raise ContainerError(reader.path, problem, _DAMAGED_HINT)
+            starts[n] = span.start + end + extra_length
+    return starts
 
 
-def _gather(data: bytes, at: NDArray[np.int64], kind: np.dtype[Any]) -> NDArray[Any]:
-    """Return structures at some offsets of ``data``."""
-    raw = np.frombuffer(data, dtype=np.uint8)[at[:, None] + np.arange(kind.itemsize)]
-    return raw.view(kind)[:, 0] if len(at) else np.empty(0, kind)
-
-
-def _inferred_starts(entries: _Directory, end: int) -> NDArray[np.int64]:
-    """Return where payloads begin, without a round trip for each local header; -1 where that is not certain.
+def _inferred_starts(entries: _Directory, end: int) -> dict[int, int]:
+    """Return where payloads begin, by index, without a round trip for each local header.
 
     A payload ends where the next header begins, but for its data descriptor, and torch puts its first byte on a
     multiple of 64 with a fill shorter than that. Payloads that do not fit both in exactly one way are left out. So is
     the first record: its header begins the file, and must be read to check that the file is an archive.
     """
-    order = np.argsort(entries.headers, kind="stable")
-    following = np.empty_like(entries.headers)
-    following[order] = np.append(entries.headers[order][1:], end)
-    # With a data descriptor there are two candidates.
-    starts = np.stack([following - np.where(entries.described, 16, 0), following - 24]) - entries.sizes
-    fill = starts - entries.least_starts
-    fits = (starts % ALIGNMENT == 0) & (fill >= 0) & (fill < ALIGNMENT + _MAX_EXTRA)
-    fits[1] &= entries.described
-    certain = (fits.sum(axis=0) == 1) & (entries.headers > 0)
-    result: NDArray[np.int64] = np.where(certain, np.where(fits[0], starts[0], starts[1]), -1)
-    return result
+    starts: dict[int, int] = {}
+    ordered = sorted(range(len(entries.names)), key=entries.headers.__getitem__)
+    for n, following in zip(ordered, [*(entries.headers[n] for n in ordered[1:]), end], strict=True):
+        ends = (following - 16, following - 24) if entries.described[n] else (following,)
+        fits = [
+            at
+            for at in (e - entries.sizes[n] for e in ends)
+            if at % ALIGNMENT == 0 and 0 <= at - entries.least_start(n) < ALIGNMENT + _MAX_EXTRA
+        ]
+        if len(fits) == 1 and entries.headers[n] > 0:
+            starts[n] = fits[0]
+    return starts
 
 
 def bytes_with_crc(crc32: int) -> bytes:
@@ -261,37 +239,42 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
 
 def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Directory:
     data = reader.read(where.start, where.end)
-    starts: list[int] = []
+    rows: list[tuple[Any, ...]] = []
+    places: list[int] = []
     raw_names: list[bytes] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(data):
             raise ContainerError(reader.path, "the zip directory ends too early", _DAMAGED_HINT)
-        name_length, extra_length, comment_length = _LENGTHS.unpack_from(data, at + _LENGTHS_AT)
+        row = _CENTRAL_FIELDS.unpack_from(data, at)
         name_at = at + _CENTRAL.size
-        starts.append(at)
-        raw_names.append(data[name_at : name_at + name_length])
-        at = name_at + name_length + extra_length + comment_length
-    found = _gather(data, np.array(starts, dtype=np.int64), _CENTRAL_FIELDS)
-    if at > len(data) or (found["magic"] != b"PK\x01\x02").any():
+        extra_at = name_at + row[6]
+        rows.append(row)
+        raw_names.append(data[name_at:extra_at])
+        places.append(extra_at)
+        at = extra_at + row[7] + row[8]
+    columns = [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(10)]
+    magics, flags, methods, crcs, packed, sizes, _, extras, _, headers = columns
+    if at > len(data) or {*magics} - {b"PK\x01\x02"}:
         raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)
     names = [name.decode("utf-8", "replace") for name in raw_names]
-    sizes, packed, headers = (found[key].astype(np.int64) for key in ("nbytes", "packed", "header"))
-    for n in np.flatnonzero((sizes == _MAX32) | (packed == _MAX32) | (headers == _MAX32)).tolist():
-        extra_at = starts[n] + _CENTRAL.size + len(raw_names[n])
-        extra = data[extra_at : extra_at + int(found["extra_length"][n])]
-        numbers = _zip64_sizes(reader, extra, int(sizes[n]), int(packed[n]), int(headers[n]))
-        sizes[n], packed[n], headers[n] = (min(number, _OUTSIDE) for number in numbers)
-    packs = (found["method"] != 0) | (packed != sizes) | (found["flags"] & _ENCRYPTED != 0)
+    for n, numbers in enumerate(zip(sizes, packed, headers, strict=True)):
+        if _MAX32 in numbers:
+            extra = data[places[n] : places[n] + extras[n]]
+            found = _zip64_sizes(reader, extra, *numbers)
+            sizes[n], packed[n], headers[n] = (min(number, _OUTSIDE) for number in found)
+    packs = [
+        pack != size or bool(method) or flag & _ENCRYPTED != 0
+        for method, pack, size, flag in zip(methods, packed, sizes, flags, strict=True)
+    ]
     _refuse(reader, names, packs, "is compressed or encrypted", _FOREIGN_HINT)
-    if b".." in data or any(name.startswith("/") for name in names):
-        leaves = [name.startswith("/") or ".." in name.split("/") for name in names]
-        _refuse(reader, names, np.array(leaves), "points outside the archive", _FOREIGN_HINT)
-    crcs, described = found["crc32"].astype(np.int64), found["flags"] & _DESCRIBED != 0
-    entries = _Directory(names, raw_names, headers, sizes, crcs, described)
-    _refuse(reader, names, entries.least_starts > where.start, "is outside the file", _DAMAGED_HINT)
+    leaves = [name.startswith("/") or (".." in name and ".." in name.split("/")) for name in names]
+    _refuse(reader, names, leaves, "points outside the archive", _FOREIGN_HINT)
+    entries = _Directory(names, raw_names, headers, sizes, crcs, [flag & _DESCRIBED != 0 for flag in flags])
+    outside = [entries.least_start(n) > where.start for n in range(len(names))]
+    _refuse(reader, names, outside, "is outside the file", _DAMAGED_HINT)
     return entries
 
 
