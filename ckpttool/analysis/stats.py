@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 EXPONENTS = 2048
 """Exponents of a double."""
+CHUNK_ELEMENTS = 1 << 17
+"""Elements that are reduced at once: they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,21 @@ class TensorStats:
     magnitudes: tuple[tuple[int, int, int], ...] = ()
     """Histogram of the finite values that are not zero, as (exponent, negative values, positive values) with
     ``2**exponent <= abs(value) < 2**(exponent + 1)``, by rising exponent; exponents without a value are left out. The
-    lowest exponent, -1023, also stands for all smaller magnitudes, and its values all count as positive."""
+    lowest exponent, -1023, also stands for all smaller magnitudes, and its values all count as positive. Empty unless
+    asked for."""
 
 
 def statistics(
-    checkpoint: Checkpoint, tensors: Sequence[Content], *, jobs: int | None, advance: Advance
+    checkpoint: Checkpoint, tensors: Sequence[Content], *, magnitudes: bool, jobs: int | None, advance: Advance
 ) -> Iterator[TensorStats]:
     """Yield statistics of some tensors, in order; read each once, chunk by chunk.
+
+    Args:
+        checkpoint: The checkpoint.
+        tensors: The tensors.
+        magnitudes: Whether to count ``TensorStats.magnitudes``, which takes as long as all the rest.
+        jobs: Threads.
+        advance: Called with the number of bytes read since the last call.
 
     Raises:
         ChecksumError: The bytes read differ from those saved.
@@ -75,7 +85,7 @@ def statistics(
     """
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
-        tasks = (partial(_one, sources, i, content, advance) for i, content in enumerate(tensors))
+        tasks = (partial(_one, sources, i, content, magnitudes, advance) for i, content in enumerate(tensors))
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             ready: dict[int, TensorStats] = {}
             following = 0
@@ -88,26 +98,30 @@ def statistics(
         sources.check_unchanged()
 
 
-def _one(sources: Sources, number: int, content: Content, advance: Advance) -> tuple[int, TensorStats]:
+def _one(
+    sources: Sources, number: int, content: Content, magnitudes: bool, advance: Advance
+) -> tuple[int, TensorStats]:
     state = content.state
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = zeros = nan = inf = 0
     histogram = np.zeros(2 * EXPONENTS, dtype=np.int64)
-    for _, values in StateReader(sources).chunks(state):
+    wide: NDArray[np.float64] = np.empty(min(state.numel, CHUNK_ELEMENTS))
+    for _, values in StateReader(sources).chunks(state, step=CHUNK_ELEMENTS):
         advance(values.nbytes)
-        if np.issubdtype(values.dtype, np.complexfloating):
-            values = np.abs(values)
-        wide = values.astype(np.float64)
-        usable = wide[np.isfinite(wide)] if not np.isfinite(wide).all() else wide
-        nan += int(np.isnan(wide).sum())
-        inf += int(np.isinf(wide).sum())
-        zeros += int((usable == 0).sum())
+        usable = wide[: len(values)]
+        usable[:] = np.abs(values) if np.issubdtype(values.dtype, np.complexfloating) else values
+        kept = np.isfinite(usable)
+        if not kept.all():
+            nan += int(np.isnan(usable).sum())
+            inf += int(np.isinf(usable).sum())
+            usable = usable[kept]
+        zeros += int(np.count_nonzero(usable == 0))
         if usable.size:
             finite += usable.size
             low, high = min(low, float(usable.min())), max(high, float(usable.max()))
             total += float(usable.sum())
             squares += float(np.dot(usable, usable))
-            # The sign and the exponent are the first twelve bits of a double.
+        if magnitudes:  # the sign and the exponent are the first twelve bits of a double
             histogram += np.bincount((usable.view(np.int64) >> 52) & (2 * EXPONENTS - 1), minlength=2 * EXPONENTS)
     return number, TensorStats(
         name=content.name,
@@ -122,7 +136,7 @@ def _one(sources: Sources, number: int, content: Content, advance: Advance) -> t
         zeros=zeros,
         nan=nan,
         inf=inf,
-        magnitudes=_magnitudes(histogram, zeros),
+        magnitudes=_magnitudes(histogram, zeros) if magnitudes else (),
     )
 
 

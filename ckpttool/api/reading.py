@@ -211,6 +211,7 @@ def stats(  # noqa: PLR0913  public API
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     optimizer: bool = False,
+    magnitudes: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
@@ -226,6 +227,7 @@ def stats(  # noqa: PLR0913  public API
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
         optimizer: Also the optimizer's states.
+        magnitudes: Also count the values by power of two (``TensorStats.magnitudes``), which takes as long as the rest.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
         trust_names: As for ``inspect``.
@@ -247,7 +249,7 @@ def stats(  # noqa: PLR0913  public API
     if not held:
         raise PlanError(checkpoint.location, *NO_SUCH_NAME)
     meter = Meter(sum(c.state.nbytes for c in held), options.progress)
-    return list(statistics(checkpoint, held, jobs=options.jobs, advance=meter))
+    return list(statistics(checkpoint, held, magnitudes=magnitudes, jobs=options.jobs, advance=meter))
 
 
 def digest(

@@ -280,6 +280,11 @@ def _side(difference: Difference, side: int) -> str:
     return f"{SHORT_NAMES.get(dtype, dtype.lower())} {' x '.join(map(str, shape)) if shape else 'scalar'}"
 
 
+def draws_sketches() -> bool:
+    """Return whether the terminal has room for the distributions of ``print_stats``."""
+    return terminal_width() >= WIDE
+
+
 def print_stats(found: Sequence[TensorStats]) -> None:
     """Print one row for each tensor, then the number of tensors with NaN or infinity."""
     rows: list[tuple[str, ...]] = [
@@ -295,7 +300,7 @@ def print_stats(found: Sequence[TensorStats]) -> None:
     ]
     numbers = ["elements", "min", "max", "mean", "norm", "zeros", "NaN", "inf"]
     columns = ["tensor", "state", "type", *numbers]
-    if terminal_width() >= WIDE:
+    if draws_sketches():
         columns.append("min to max")
         rows = [(*row, _sketch(t)) for row, t in zip(rows, found, strict=True)]
     print_table(columns, rows, right=numbers)

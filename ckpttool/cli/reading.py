@@ -171,16 +171,17 @@ def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -
     """
     import ckpttool
     from ckpttool.cli._output import print_json, print_line, progress_bar
-    from ckpttool.cli._reports import print_stats, write_page
+    from ckpttool.cli._reports import draws_sketches, print_stats, write_page
 
     options.check_page(html, as_json, given)
     chosen = options.chosen(given)
     opening = {name: value for name, value in chosen.items() if name in OPENING}
     found = []
+    drawn = as_json or html is not None or draws_sketches()
     for one in src:
         checkpoint = ckpttool.inspect(one, **opening)
         with progress_bar(f"stats {checkpoint.tag}") as progress:
-            found.append((checkpoint, ckpttool.stats(one, progress=progress, **chosen)))
+            found.append((checkpoint, ckpttool.stats(one, magnitudes=drawn, progress=progress, **chosen)))
     if html is not None:
         from ckpttool.pages.stats import stats_page
 

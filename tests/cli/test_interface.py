@@ -206,7 +206,8 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     printing |= {"part", "ray_address"}  # further values of SRC and --ray
     function = python_inspect.signature(getattr(api, name)).parameters
     command = {p.name for p in _command(name).params}
-    assert command - printing == set(function) - {"progress"} - ({"framework"} if name == "extract" else set())
+    decided = {"extract": "framework", "stats": "magnitudes"}  # by what is printed
+    assert command - printing == set(function) - {"progress", decided.get(name)}
     for option in _command(name).params:
         if isinstance(option, click.Option) and option.name not in printing:
             called = (option.name or "").replace("_", "-")

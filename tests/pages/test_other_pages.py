@@ -126,14 +126,14 @@ def test_equal_checkpoints_and_only_in_one(opened: Open, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero0-dp2-fp16"])
 def test_magnitudes_are_counted_exactly(name: str) -> None:
     known = truth(name)
-    for found in api.stats(source(name), optimizer=True):
+    for found in api.stats(source(name), optimizer=True, magnitudes=True):
         assert found.zeros + found.nan + found.inf + sum(n + p for _, n, p in found.magnitudes) == found.numel
         sketch = linear_histogram(found, 12)
         spread = found.min < found.max
         assert math.isclose(
             sum(sketch), found.numel - found.nan - found.inf if spread else 0, rel_tol=1e-9, abs_tol=1e-9
         )
-    arrays = {t.name: t for t in api.stats(source(name))}
+    arrays = {t.name: t for t in api.stats(source(name), magnitudes=True)}
     checked = 0
     for key, values in known.arrays.items():
         stats = next((t for t in arrays.values() if key.endswith(f"/{t.name}") or key == t.name), None)
@@ -155,7 +155,7 @@ def test_magnitudes_of_the_rarest_values(tmp_path: Path) -> None:
         [0, -0.0, 5e-324, -5e-324, 1e-310, 1, -1, 1.999, 2, -3.5, 2.0**500, math.inf, -math.inf, math.nan]
     )
     safetensors.save_file({"x": values}, str(tmp_path / "model.safetensors"))
-    (found,) = api.stats(tmp_path)
+    (found,) = api.stats(tmp_path, magnitudes=True)
     assert (found.zeros, found.inf, found.nan) == (2, 2, 1)
     assert found.magnitudes == ((-1023, 0, 3), (0, 1, 2), (1, 1, 1), (500, 0, 1))
 
@@ -163,7 +163,7 @@ def test_magnitudes_of_the_rarest_values(tmp_path: Path) -> None:
 def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
     out = tmp_path / "stats.html"
     assert ckpttool("stats", ZERO2, "--optimizer", "--html", out).code == 0
-    found = api.stats(ZERO2, optimizer=True)
+    found = api.stats(ZERO2, optimizer=True, magnitudes=True)
     page = opened(out)
     assert _cells(page, "tensors", 0) == [t.name for t in found]
     assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)

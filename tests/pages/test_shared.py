@@ -35,7 +35,7 @@ def test_nothing_is_cut_on_paper(command: str, opened: Open, tmp_path: Path) -> 
         data = checkpoint_page(api.inspect(name))
     elif command == "stats":
         checkpoint = api.inspect(name)
-        found = api.stats(name, optimizer=True)
+        found = api.stats(name, optimizer=True, magnitudes=True)
         data = stats_page([(checkpoint, found), (checkpoint, found)])
     elif command == "ls":
         data = _page(*(_entry(f"global_step{i}", i, 1e9 + i, problem="is missing " * 9, whole=False) for i in range(9)))

@@ -118,7 +118,7 @@ def test_sources_without_steps_keep_their_order_and_get_none(opened: Open, tmp_p
 
 
 def test_steps_of_their_own_are_an_axis_in_ascending_order(opened: Open) -> None:
-    found = api.stats(ZERO2)
+    found = api.stats(ZERO2, magnitudes=True)
     runs = [(synthetic.made([], [], ranks=1, step=step, tag=f"s{step}"), found) for step in (30, 10, 20)]
     page = opened(stats_page(runs))
     assert page.run("page.charts[1].data[0]") == [10, 20, 30]
