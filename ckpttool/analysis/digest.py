@@ -160,7 +160,6 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
                     tensors.setdefault(key, {})[name] = TensorDigest(scalar.dtype, shape, digests.digest(value))
     counters = {"global_steps": checkpoint.step, "global_samples": checkpoint.samples}
     counters["skipped_steps"] = checkpoint.skipped_steps if checkpoint.native else None
-    state = checkpoint.scheduler if isinstance(checkpoint.scheduler, Mapping) else {}
     return StateDigest(
         tensors=tensors,
         numbers=numbers,
@@ -170,9 +169,20 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         ],
         group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
-        | {f"scheduler.{key}": canonical(value) for key, value in state.items()}
+        | {f"scheduler.{key}": canonical(value) for key, value in _scheduler(checkpoint).items()}
         | (_loss_scale(checkpoint.loss_scaler) if checkpoint.dtype == "F16" else {}),
     )
+
+
+def _scheduler(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the state of the scheduler: of DeepSpeed, or the only one of torch in a distributed checkpoint."""
+    if isinstance(checkpoint.scheduler, Mapping):
+        return checkpoint.scheduler
+    items = {} if checkpoint.native else checkpoint.client_state
+    found = [name.removesuffix("last_epoch") for name in items if name.endswith(".last_epoch")]
+    if len(found) != 1:
+        return {}
+    return {name.removeprefix(found[0]): value for name, value in items.items() if name.startswith(found[0])}
 
 
 def _loss_scale(scaler: Any) -> dict[str, str]:

@@ -363,6 +363,8 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
+    if len(entries.beside) == len(entries.weights):  # under another key than a model's: nothing tells them apart
+        entries.beside = set()
     path = posixpath.join(location.directory, files[-1].name)
     if entries.states and not entries.weights:
         problem = "holds the states of an optimizer without its model"
@@ -429,6 +431,8 @@ def _add_tensor(
     else:
         named = list(itertools.dropwhile(CONTAINERS.__contains__, keys)) or [fqn]
         entries.weights[".".join(named)] = state
+        if len(named) > 1:  # the names of a model's state dict are whole keys
+            entries.beside.add(".".join(named))
         if not state.shape and len(named) > 1 and (number := shards.number(state)) is not None:
             entries.other_numbers[".".join(named)] = number.value
 

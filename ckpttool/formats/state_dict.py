@@ -48,6 +48,8 @@ class StateDict:
 
     weights: dict[str, State] = field(default_factory=dict)
     """Parameters and buffers."""
+    beside: set[str] = field(default_factory=set)
+    """Tensors among them that are not in the model's state dict, such as those of a data loader."""
     states: dict[str, dict[str, State]] = field(default_factory=dict)
     """The optimizer's states of each parameter."""
     numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class StateDict:
             mesh=self.mesh,
             unsharded=self.unsharded,
             left_out=self.left_out,
+            beside=frozenset(self.beside),
         )
 
     def _without_ties(self) -> tuple[dict[str, State], dict[str, str]]:

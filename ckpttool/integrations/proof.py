@@ -79,7 +79,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
 
     Args:
         model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors.
-        optimizer: The module's optimizer; an engine has its own.
+        optimizer: The module's optimizer, or a list of several; an engine has its own.
         scheduler: The learning-rate scheduler of the module, or of an engine that has none.
         timeout: Seconds that a rank may lag.
 
@@ -151,6 +151,7 @@ def prove(  # noqa: PLR0913  public API
     ranks = _ranks("prove")
     paths: list[str] = []
     asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
+    asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None}
     agree_to_begin(ranks, "prove", asked, lambda: paths.extend(source_paths(src)), timeout=timeout)
     checkpoint = open_together(
         paths[0],
@@ -329,7 +330,8 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
     Raises:
         ArgumentError: An argument has another type.
     """
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if optimizer is not None and not all(hasattr(one, "param_groups") for one in optimizers):
         raise ArgumentError("optimizer", f"is {brief(optimizer)}, not an optimizer", "pass the object, not its state")
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise ArgumentError("scheduler", f"is {brief(scheduler)}, not a scheduler", "pass the object, not its state")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
+from ckpttool.messages import printable
 from ckpttool.model import MODULE
 from ckpttool.model.rank_digest import merge
 from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
 """Counters of DeepSpeed's engine, which other models do not have."""
-
-
-_OF_OPTIMIZER = ("optim.", "optimizer.")
-"""Prefixes of states in DCP whose form is not an optimizer's, so that they are read as weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +63,7 @@ class _Live:
     """
 
     def __init__(self, ranks: Sequence[RankDigest]) -> None:
-        self.own, self.problems, self.unproven, self.notes = merge(ranks)
+        self.own, self.problems, self.unproven, self.notes, self._buffers = merge(ranks)
         self.gathered = self.own.tensors.get(GATHERED, {})
         self.own = replace(self.own, tensors={k: own for k, own in self.own.tensors.items() if k != GATHERED})
         self.aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
@@ -82,6 +79,13 @@ class _Live:
         )
         """The state with its tied parameters under all of their names."""
         self.names = {name for own in self.all.tensors.values() for name in own}
+
+    def with_buffers_of(self, saved: StateDigest) -> StateDigest:
+        """Return the state with the saved value of each buffer that differs between ranks, if one of them has it."""
+        weights = self.all.tensors.get(WEIGHTS, {})
+        held = saved.tensors.get(WEIGHTS, {})
+        kept = {n: held[n] for n, values in self._buffers.items() if n in held and held[n].value in values}
+        return replace(self.all, tensors={**self.all.tensors, WEIGHTS: {**weights, **kept}}) if kept else self.all
 
     def _all_names(self, own: Mapping[str, Any]) -> dict[str, Any]:
         return {**own, **{alias: own[name] for alias, name in self.aliases.items() if name in own}}
@@ -103,16 +107,18 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         key = MODULE if name in live.own.tensors.get(MODULE, {}) else WEIGHTS
         if live.own.tensors[key][name].value != gathered.value:
             result.mismatches.append(Mismatch(key, name, "is not the same gathered and partitioned"))
+    recorded = checkpoint.digests is not None
     with_values = not scope.weights_only and (live.trains or bool(live.own.values))
     weights_only = scope.weights_only or scope.without_optimizer or not live.trains
-    if checkpoint.digests is not None and not weights_only:
+    if recorded and not weights_only:
         common = {key for options in saved.groups for key in options} | saved.numbers.keys()
         odd = sorted(common & live.unproven.keys())
         result.mismatches += [
             Mismatch(key, "", "differs between ranks, and was the same on all at the save") for key in odd
         ]
     if not weights_only and not saved.group_of:
-        result.notes.append(checkpoint.left_out or "the optimizer's states, which the checkpoint does not hold")
+        why = checkpoint.left_out or "ckpttool reads none in this checkpoint"
+        result.notes.append(f"the optimizer's states: {why}")
     saved = _renamed(saved, live, checkpoint.aliases)
     whole = {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
     if whole and not weights_only:
@@ -120,24 +126,30 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     frozen = set() if weights_only else {*saved.group_of} & live.frozen
     if frozen:
         result.notes.append(f"the optimizer states of {len(frozen):,} parameters that are frozen now")
-    nested = [n for n in saved.tensors.get(WEIGHTS, {}) if n.startswith(_OF_OPTIMIZER) and n not in live.names]
-    if nested:
-        result.notes.append(f"{len(nested):,} nested states of the optimizer, such as {nested[0]}")
+    beside = [n for n in saved.tensors.get(WEIGHTS, {}) if n in checkpoint.beside and n not in live.names]
+    if beside:
+        result.notes.append(f"{len(beside):,} tensors that are saved beside the model, such as {beside[0]}")
+    if not live.trains and not scope.weights_only and saved.group_of:
+        result.notes.append("the optimizer's states, because no optimizer was passed")
     if live.others:
         result.notes.append(f"{', '.join(sorted(live.others))}: neither a parameter nor a buffer")
     scope = replace(
         scope,
         weights_only=weights_only,
         without=scope.without | live.unproven.keys() | whole,
-        without_names=scope.without_names | live.others | {*nested},
+        without_names=scope.without_names | live.others | {*beside},
         without_states_of=scope.without_states_of | frozen,
     )
-    comparable = _tensors(saved, live, scope, result, native=checkpoint.native and checkpoint.digests is None)
+    comparable = _tensors(saved, live, scope, result, native=checkpoint.native and not recorded)
     if not weights_only:
-        comparable = _optimizer(comparable, saved, live, scope, result, recorded=checkpoint.digests is not None)
+        comparable = _optimizer(comparable, saved, live, scope, result, recorded=recorded)
     if with_values:
-        comparable = replace(comparable, values=_values(saved, live, scope, result))
-    result.mismatches += comparable.mismatches(live.all)
+        comparable = replace(comparable, values=_values(saved, live, scope, result, recorded=recorded))
+        compared = {name.removeprefix("scheduler.") for name in comparable.values}
+        items = [str(name) for name in checkpoint.client_state if str(name).rpartition(".")[2] not in compared]
+        if items and not recorded:
+            result.notes.append(f"the client state, such as {printable(items[0])}: the save recorded no digests")
+    result.mismatches += comparable.mismatches(live.with_buffers_of(comparable))
     copies = live.own.tensors.get(MODULE, {}).keys() - comparable.tensors.get(MODULE, {}).keys()
     if copies and MODULE not in scope.without:
         result.notes.append(f"the 16-bit copies of {len(copies):,} weights, which the checkpoint does not have")
@@ -265,19 +277,26 @@ def _one_sided_options(
     return [*notes, *([f"{', '.join(sorted(new))}, which the checkpoint does not record"] if new else [])]
 
 
-def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) -> dict[str, str]:
+def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, recorded: bool) -> dict[str, str]:
     """Return the saved values that are compared: counters, scheduler, loss scale and what a load returns.
 
     Wrappers without ZeRO have fewer numbers of a loss scaler than files.
     """
     kinds = {name.partition(".")[0] for name in live.own.values}
     saved_kinds = {name.partition(".")[0] for name in saved.values}
+    surplus = [name for name in live.own.values if name not in saved.values and name.partition(".")[0] in kinds]
+    if not recorded:  # files have a client state, too, which is not digested
+        surplus = [name for name in surplus if not name.startswith(("client_state", "rank_state"))]
     kept = sorted(scope.without & (kinds | saved_kinds))
     result.notes += [f"{', '.join(kept)}, which was not restored"] if kept else []
+    own, held = ([n for n in values if n.startswith("scheduler.")] for values in (saved.values, live.own.values))
+    if own and held and not {*own} & {*held}:
+        result.notes.append("the scheduler: another class saved its state")
+        kinds, saved_kinds = kinds - {"scheduler"}, saved_kinds - {"scheduler"}
+        surplus = [name for name in surplus if name not in held]
     lacking = sorted(saved_kinds - kinds - scope.without - _COUNTED)
     if lacking:
         result.notes.append(f"{', '.join(lacking)}, which the live run does not have, or was not passed")
-    surplus = [name for name in live.own.values if name not in saved.values]
     surplus = [name.partition(".")[0] if name.partition(".")[0] not in saved_kinds else name for name in surplus]
     surplus = [name for name in dict.fromkeys(surplus) if name.partition(".")[0] not in scope.without]
     if surplus:

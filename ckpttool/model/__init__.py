@@ -409,6 +409,8 @@ class Checkpoint:
     """Parameters that every rank has whole, beside DTensors."""
     left_out: str = ""
     """Why the optimizer's states in the files are not read; "" if they are read, or there are none."""
+    beside: frozenset[str] = frozenset()
+    """Tensors among the parameters and buffers that are saved beside the model's state dict."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)

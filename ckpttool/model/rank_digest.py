@@ -128,11 +128,13 @@ class Merged(NamedTuple):
     """States that belong to partitions instead of parameters, which are left out, and why."""
     notes: list[str]
     """Remarks as text."""
+    buffers: dict[str, set[int]]
+    """Values of each buffer that differs between ranks."""
 
 
 def merge(ranks: Sequence[RankDigest]) -> Merged:
     """Merge the digests of all ranks."""
-    tensors, mismatches, notes = _merge_parts(ranks)
+    tensors, mismatches, buffers = _merge_parts(ranks)
     numbers: dict[str, dict[str, float]] = {}
     first, values = ranks[0], dict(ranks[0].values)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
@@ -162,12 +164,13 @@ def merge(ranks: Sequence[RankDigest]) -> Merged:
         group_of={name: group for own in ranks for name, group in own.group_of.items()},
         values=values,
     )
-    return Merged(state, mismatches, unproven, notes)
+    notes = [f"{', '.join(buffers)} of ranks after the first, which have other values"] if buffers else []
+    return Merged(state, mismatches, unproven, notes, buffers)
 
 
 def _merge_parts(
     ranks: Sequence[RankDigest],
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], list[str]]:
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, set[int]]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
@@ -189,11 +192,12 @@ def _merge_parts(
     firsts = np.flatnonzero(new)
     group = np.cumsum(new) - 1
     mismatches = []
-    buffers: dict[str, None] = {}
+    buffers: dict[str, set[int]] = {}
     for index in np.flatnonzero((rows[:, 2:] != rows[firsts[group], 2:]).any(axis=1)).tolist():
         part = parts[int(tensor[index])]
         if part.is_buffer:
-            buffers[part.name] = None
+            values = (digests.joined(rows[n, 2:]) for n in (index, firsts[group[index]]))
+            buffers.setdefault(part.name, set()).update(values)
             continue
         problem = f"differs between ranks {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
@@ -210,5 +214,4 @@ def _merge_parts(
             mismatches.append(Mismatch(part.key, part.name, "has another type or shape on another rank"))
         one = TensorDigest(part.dtype, part.shape, digests.joined(np.array([low, high], dtype=np.uint64)))
         tensors[part.key].setdefault(part.name, one)
-    notes = [f"{', '.join(buffers)} of ranks after the first, which have other values"] if buffers else []
-    return tensors, mismatches, notes
+    return tensors, mismatches, buffers

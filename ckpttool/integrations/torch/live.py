@@ -218,7 +218,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
 
     Args:
         model: ``torch.nn.Module``; wrappers of DDP, ``torch.compile`` and activation checkpointing are left out.
-        optimizer: Its ``torch.optim.Optimizer``; None for the weights alone.
+        optimizer: Its ``torch.optim.Optimizer``, or a list of several; None for the weights alone.
         scheduler: Its learning-rate scheduler.
 
     Raises:
@@ -268,26 +268,29 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
     unproven: dict[str, str] = {}
     group_of = {}
     strangers = 0
-    for number, group in enumerate(optimizer.param_groups):
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
+    for number, (owner, group) in enumerate(groups):
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
             if not name:
                 strangers += 1
                 continue
             group_of[name] = number
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in owner.state.get(parameter, {}).items():
                 if (found := number_of(key, value, parameter)) is not None:
                     numbers.setdefault(key, {})[name] = found
                 elif isinstance(value, torch.Tensor):
                     pieces.append(piece_of(key, name, value))
-                elif isinstance(value, Mapping | list | tuple) and value:
+                elif value is not None and value not in ([], (), {}):
                     unproven[key] = f"it is a {type(value).__name__}, not a tensor"
     if strangers:
         unproven[f"{strangers} parameters of the optimizer"] = "the model does not have them"
     if strangers and not group_of:
         problem, hint = "has no parameter of the model", "make it after the model is wrapped"
-        raise ArgumentError("optimizer", problem, f"{hint} (fully_shard replaces parameters)")
-    options = [options_of(group) for group in optimizer.param_groups]
+        hint += " (fully_shard replaces parameters), or leave it out to digest the weights alone"
+        raise ArgumentError("optimizer", problem, hint)
+    options = [options_of(group) for _, group in groups]
     return {"numbers": numbers, "unproven": unproven, "groups": options, "group_of": group_of}
 
 
@@ -354,12 +357,14 @@ def piece_of(key: str, name: str, tensor: Any) -> Piece:
     """Return the part of a tensor that this rank has.
 
     Raises:
-        ArgumentError: It has a type that checkpoints cannot have; or it is a DTensor of partial sums, or of parts that
-            are not one block.
+        ArgumentError: It has a type that checkpoints cannot have, or no values; or it is a DTensor of partial sums, or
+            of parts that are not one block.
     """
     tensor = tensor.detach()
     if str(tensor.dtype).removeprefix("torch.") not in BY_TORCH_NAME:
         raise ArgumentError(name, f"has {key} of {tensor.dtype}, a type that ckpttool does not read", "leave it out")
+    if tensor.is_meta:
+        raise ArgumentError(name, f"has {key} on the meta device, without values", "load the model first")
     shape = tuple(map(int, tensor.shape))
     if not hasattr(tensor, "placements"):
         return Piece(key, name, tensor, shape, 0)
