@@ -298,9 +298,13 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
         plan = _plan_for_torch(checkpoint, target, losses)
+        lost = ["the scheduler"] if checkpoint.scheduler else []
+        lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
+        lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
         if checkpoint.client_state:
             listed = ", ".join(list(checkpoint.client_state)[:5])
-            losses.append(f"not written: the client state ({listed}{', ...' * (len(checkpoint.client_state) > 5)})")
+            lost.append(f"the client state ({listed}{', ...' * (len(checkpoint.client_state) > 5)})")
+        losses += [f"not written: {', '.join(lost)}"] if lost else []
         if target.layout == "verl":
             found = find_sidecars(connect(checkpoint.storage), checkpoint.root)
             plan = with_sidecars(plan, [replace(s, name=posixpath.join(HUGGINGFACE, s.name)) for s in found], None)

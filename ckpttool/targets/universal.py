@@ -481,6 +481,7 @@ def _model_file(
         "random_ltd": None,
         "skipped_steps": checkpoint.skipped_steps,
         "global_steps": checkpoint.step or 0,
+        **({} if checkpoint.samples is None else {"global_samples": checkpoint.samples}),
         "dp_world_size": checkpoint.topology.data_parallel,
         "mp_world_size": 1,
         "ds_config": without_tensors(dict(checkpoint.ds_config)),

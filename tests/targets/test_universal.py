@@ -507,3 +507,11 @@ def test_states_of_a_model_with_experts_have_deepspeeds_form(name: str, tmp_path
 def _same_values(ours: Any, theirs: Any) -> bool:
     ours, theirs = (value["param"] if isinstance(value, dict) else value for value in (ours, theirs))
     return bool(torch.equal(ours, theirs))
+
+
+def test_the_count_of_samples_is_kept(tmp_path: Path) -> None:
+    src = source("zero2-dp2-bf16")
+    counted = inspect(src).samples
+    assert counted
+    convert(src, tmp_path / "out", to="universal")
+    assert inspect(tmp_path / "out").samples == counted
