@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,7 +154,7 @@ class DirectoryOutput:
         Raises:
             StorageError: The file cannot be created.
         """
-        name = f"{SHARED}/{secrets.token_hex(8)}"
+        name = f"{SHARED}/{os.urandom(8).hex()}"
         with translate_os_errors(self._directory.path):
             os.close(self._directory.create(name))
         return os.path.join(os.path.abspath(self._directory.path), name)

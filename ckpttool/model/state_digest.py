@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +186,11 @@ def canonical(value: Any, tensor: Any = None) -> str:
         tensor: Function that returns the text of a tensor or an array; None for plain data.
     """
     text = _text(value, tensor)
-    return text if len(text) <= LONG else f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    if len(text) <= LONG:
+        return text
+    import hashlib  # importing it takes longer than reading most checkpoints
+
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
 def _text(value: Any, tensor: Any) -> str:

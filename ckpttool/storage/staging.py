@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import stat
 import threading
 from functools import partial
@@ -370,7 +369,7 @@ def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
     It is locked before the search for leftovers, so that at least one of two runs sees the other.
     """
     above, prefix = _place(out)
-    path = os.path.join(above, f"{prefix}{secrets.token_hex(8)}{SUFFIX}")
+    path = os.path.join(above, f"{prefix}{os.urandom(8).hex()}{SUFFIX}")
     with contextlib.ExitStack() as stack:
         with translate_os_errors(path):
             os.mkdir(path, 0o700)

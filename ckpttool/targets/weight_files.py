@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from ckpttool.targets.weights import (
     shard_names,
     split_into_shards,
 )
-from ckpttool.targets.zero.writer import scales_losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -155,6 +153,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
     The weights and the optimizer's states of one output have it, so that a mix of two outputs is noticed.
     """
+    import hashlib  # importing it takes longer than most plans
+
     sha = hashlib.sha256(f"{checkpoint.tag} {checkpoint.step} {checkpoint.samples}".encode())
     for file in checkpoint.files:
         sha.update(f"\0{file.name} {file.nbytes}".encode("utf-8", "surrogatepass"))
@@ -210,6 +210,8 @@ def optimizer_files(
 
 def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str]]:
     """Return the JSON text, and remarks on omitted values."""
+    from ckpttool.targets.zero.writer import scales_losses  # imports much, and is needed here alone
+
     losses = [f"not kept: {name}, which belongs to no parameter" for name in checkpoint.nonpartitionable]
     if scales_losses(checkpoint.loss_scaler):
         losses.append("not kept: the loss scale; a resumed fp16 run begins with a new one")
