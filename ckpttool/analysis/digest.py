@@ -20,7 +20,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model import MASTER, MODULE
 from ckpttool.model.selection import WEIGHTS, Content, contents
-from ckpttool.model.state_digest import NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical
+from ckpttool.model.state_digest import NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical, leaves
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
@@ -169,20 +169,9 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         ],
         group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
-        | {f"scheduler.{key}": canonical(value) for key, value in _scheduler(checkpoint).items()}
+        | (leaves("scheduler", checkpoint.scheduler) if isinstance(checkpoint.scheduler, Mapping) else {})
         | (_loss_scale(checkpoint.loss_scaler) if checkpoint.dtype == "F16" else {}),
     )
-
-
-def _scheduler(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the state of the scheduler: of DeepSpeed, or the only one of torch in a distributed checkpoint."""
-    if isinstance(checkpoint.scheduler, Mapping):
-        return checkpoint.scheduler
-    items = {} if checkpoint.native else checkpoint.client_state
-    found = [name.removesuffix("last_epoch") for name in items if name.endswith(".last_epoch")]
-    if len(found) != 1:
-        return {}
-    return {name.removeprefix(found[0]): value for name, value in items.items() if name.startswith(found[0])}
 
 
 def _loss_scale(scaler: Any) -> dict[str, str]:

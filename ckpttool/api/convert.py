@@ -298,7 +298,7 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
         plan = _plan_for_torch(checkpoint, target, losses)
-        lost = ["the scheduler"] if checkpoint.scheduler else []
+        lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
         if checkpoint.client_state:

@@ -363,8 +363,10 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
+    if not entries.contained:  # a state dict without a key of its own, beside others
+        entries.beside = {name: True for name, nested in entries.beside.items() if nested}
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: nothing tells them apart
-        entries.beside = set()
+        entries.beside = {}
     path = posixpath.join(location.directory, files[-1].name)
     if entries.states and not entries.weights:
         problem = "holds the states of an optimizer without its model"
@@ -410,7 +412,7 @@ def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict
             continue
         read = shards.object(fqn, MAX_NAMES_BYTES if keys[-1] == "params" else MAX_OBJECT_BYTES)
         if len(keys) >= 3 and keys[-3] == "param_groups":
-            (result.options if flat else result.groups).setdefault(keys[-2], {})[keys[-1]] = read
+            (result.options if flat else result.groups).setdefault(_group_key(keys, flat=flat), {})[keys[-1]] = read
         else:
             result.objects[fqn] = read
 
@@ -426,15 +428,22 @@ def _add_tensor(
             entries.numbers.setdefault(keys[-2], {})[keys[-1]] = number
     elif part == "param_groups":
         number = shards.number(state)
-        options = (entries.options if flat else entries.groups).setdefault(keys[-2], {})
+        options = (entries.options if flat else entries.groups).setdefault(_group_key(keys, flat=flat), {})
         options[keys[-1]] = None if number is None else tensor_number(number)
     else:
         named = list(itertools.dropwhile(CONTAINERS.__contains__, keys)) or [fqn]
         entries.weights[".".join(named)] = state
-        if len(named) > 1:  # the names of a model's state dict are whole keys
-            entries.beside.add(".".join(named))
+        within = {*keys[: len(keys) - len(named)]} - {"app"}
+        entries.contained |= bool(within)
+        if len(named) > 1 or not within:  # the names of a model's state dict are whole keys
+            entries.beside[".".join(named)] = len(named) > 1
         if not state.shape and len(named) > 1 and (number := shards.number(state)) is not None:
             entries.other_numbers[".".join(named)] = number.value
+
+
+def _group_key(keys: tuple[str, ...], *, flat: bool) -> str:
+    """Return the key of a parameter group: optimizers under different keys have groups of one number."""
+    return keys[-2] if flat else ".".join((*keys[:-3], keys[-2]))
 
 
 def _unflatten(where: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:

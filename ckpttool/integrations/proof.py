@@ -97,7 +97,8 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
         merged = merge(_ranks_of(messages))
         if merged.mismatches:
             raise _error("live_digest", merged.mismatches)
-        left_out = [f"{key}: {why}" for key, why in merged.unproven.items()] + merged.notes
+        left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
+        left_out += [f"{name} of ranks after the first" for name in merged.buffers]
         if left_out:
             LOG.warning("live_digest left out %s", "; ".join(left_out))
         return merged.state.to_json()
@@ -331,6 +332,8 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
         ArgumentError: An argument has another type.
     """
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if optimizer is not None and not optimizers:
+        raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or leave it out")
     if optimizer is not None and not all(hasattr(one, "param_groups") for one in optimizers):
         raise ArgumentError("optimizer", f"is {brief(optimizer)}, not an optimizer", "pass the object, not its state")
     if scheduler is not None and not hasattr(scheduler, "state_dict"):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
+from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
 from ckpttool.model.rank_digest import merge
-from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest
+from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,8 +64,12 @@ class _Live:
     """
 
     def __init__(self, ranks: Sequence[RankDigest]) -> None:
-        self.own, self.problems, self.unproven, self.notes, self._buffers = merge(ranks)
-        self.gathered = self.own.tensors.get(GATHERED, {})
+        self.own, self.problems, self.unproven, self.buffers = merge(ranks)
+        self.ranks = len(ranks)
+        for name, gathered in self.own.tensors.get(GATHERED, {}).items():
+            key = MODULE if name in self.own.tensors.get(MODULE, {}) else WEIGHTS
+            if self.own.tensors[key][name].value != gathered.value:
+                self.problems.append(Mismatch(key, name, "is not the same gathered and partitioned"))
         self.own = replace(self.own, tensors={k: own for k, own in self.own.tensors.items() if k != GATHERED})
         self.aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
         self.others = {name for own in ranks for name in own.others}
@@ -79,13 +84,6 @@ class _Live:
         )
         """The state with its tied parameters under all of their names."""
         self.names = {name for own in self.all.tensors.values() for name in own}
-
-    def with_buffers_of(self, saved: StateDigest) -> StateDigest:
-        """Return the state with the saved value of each buffer that differs between ranks, if one of them has it."""
-        weights = self.all.tensors.get(WEIGHTS, {})
-        held = saved.tensors.get(WEIGHTS, {})
-        kept = {n: held[n] for n, values in self._buffers.items() if n in held and held[n].value in values}
-        return replace(self.all, tensors={**self.all.tensors, WEIGHTS: {**weights, **kept}}) if kept else self.all
 
     def _all_names(self, own: Mapping[str, Any]) -> dict[str, Any]:
         return {**own, **{alias: own[name] for alias, name in self.aliases.items() if name in own}}
@@ -102,11 +100,6 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     """
     live = _Live(ranks)
     result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in live.unproven.items()])
-    result.notes += live.notes
-    for name, gathered in live.gathered.items():
-        key = MODULE if name in live.own.tensors.get(MODULE, {}) else WEIGHTS
-        if live.own.tensors[key][name].value != gathered.value:
-            result.mismatches.append(Mismatch(key, name, "is not the same gathered and partitioned"))
     recorded = checkpoint.digests is not None
     with_values = not scope.weights_only and (live.trains or bool(live.own.values))
     weights_only = scope.weights_only or scope.without_optimizer or not live.trains
@@ -119,6 +112,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     if not weights_only and not saved.group_of:
         why = checkpoint.left_out or "ckpttool reads none in this checkpoint"
         result.notes.append(f"the optimizer's states: {why}")
+    _check_names(saved, live, checkpoint)
     saved = _renamed(saved, live, checkpoint.aliases)
     whole = {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
     if whole and not weights_only:
@@ -143,22 +137,95 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     comparable = _tensors(saved, live, scope, result, native=checkpoint.native and not recorded)
     if not weights_only:
         comparable = _optimizer(comparable, saved, live, scope, result, recorded=recorded)
+    if scope.without_optimizer and saved.group_of:
+        result.notes.append("the optimizer's states and hyper-parameters, which were not restored")
     if with_values:
+        if not recorded:
+            saved = _of_files(saved, live, checkpoint, result)
         comparable = replace(comparable, values=_values(saved, live, scope, result, recorded=recorded))
-        compared = {name.removeprefix("scheduler.") for name in comparable.values}
-        items = [str(name) for name in checkpoint.client_state if str(name).rpartition(".")[2] not in compared]
-        if items and not recorded:
-            result.notes.append(f"the client state, such as {printable(items[0])}: the save recorded no digests")
-    result.mismatches += comparable.mismatches(live.with_buffers_of(comparable))
+    result.mismatches += comparable.mismatches(_with_buffers(live, comparable, result))
     copies = live.own.tensors.get(MODULE, {}).keys() - comparable.tensors.get(MODULE, {}).keys()
     if copies and MODULE not in scope.without:
-        result.notes.append(f"the 16-bit copies of {len(copies):,} weights, which the checkpoint does not have")
+        why = "whose digests were not recorded" if recorded else "which the files do not have"
+        result.notes.append(f"the module's copies of {len(copies):,} weights, {why}")
     result.notes += _uncovered(comparable, result.rounded, live, scope)
     result.tensors = comparable.count + len(result.rounded)
     names = [*comparable.tensors, *comparable.numbers, *(["hyper-parameters"] if comparable.group_of else [])]
     names = [WEIGHTS, *names] if result.rounded and WEIGHTS not in names else names
     result.states = [*names, *dict.fromkeys(name.partition(".")[0] for name in comparable.values)]
     return result
+
+
+def _check_names(saved: StateDigest, live: _Live, checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint has any weight of the live model.
+
+    Raises:
+        PlanError: All have other names.
+    """
+    names = [*saved.tensors.get(WEIGHTS, {}), *checkpoint.aliases]
+    if names and not live.names.intersection(names):
+        problem = f"has weights of other names, such as {printable(names[0])}"
+        raise PlanError(checkpoint.location, problem, "pass its model; a state dict must have the key model, or none")
+
+
+def _with_buffers(live: _Live, saved: StateDigest, result: Comparison) -> StateDigest:
+    """Return the live state in which a buffer that differs between ranks has the saved value, if a rank has it.
+
+    Ranks may have their own statistics, of which a save keeps one rank's.
+    """
+    weights = saved.tensors.get(WEIGHTS, {})
+    kept: dict[str, TensorDigest] = {}
+    odd: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name, values in live.buffers.items():
+        lacking = tuple(sorted(set(range(live.ranks)) - values.keys()))
+        if lacking:
+            odd.setdefault(("which ranks {} do not have", lacking), []).append(name)
+        if name in weights and weights[name].value in values.values():
+            kept[name] = weights[name]
+            others = tuple(sorted(rank for rank, value in values.items() if value != weights[name].value))
+            odd.setdefault(("of which ranks {} have other values", others), []).append(name)
+    for (what, own), names in odd.items():
+        if own:
+            result.notes.append(f"{', '.join(sorted(names))}, {what.format(', '.join(map(str, own)))}")
+    everything = live.all.tensors
+    return replace(live.all, tensors={**everything, WEIGHTS: {**everything.get(WEIGHTS, {}), **kept}})
+
+
+def _of_files(saved: StateDigest, live: _Live, checkpoint: Checkpoint, result: Comparison) -> StateDigest:
+    """Return the saved state with the scheduler of a distributed checkpoint; name the values that no save digested.
+
+    Such a checkpoint has the items of all objects under paths. Those of the scheduler are the ones that have its keys.
+    """
+    items = {path[1:]: text for path, text in leaves("", checkpoint.client_state).items()}
+    own = {
+        name.removeprefix("scheduler."): text for name, text in live.own.values.items() if _kind(name) == "scheduler"
+    }
+    key = next((name for name in own if name.endswith("last_epoch")), next(iter(own), ""))
+    prefixes = [name.removesuffix(key) for name in items if key and name.endswith(f".{key}") and not checkpoint.native]
+    fitting = []
+    for prefix in prefixes:
+        keys = {name.removeprefix(prefix) for name in items if name.startswith(prefix)}
+        tensors = {key for key in own if f"{prefix}{key}" in checkpoint.beside}
+        if keys <= own.keys() <= keys | tensors:
+            fitting.append(prefix)
+    if len(fitting) == 1:
+        found = {f"scheduler.{n.removeprefix(fitting[0])}": t for n, t in items.items() if n.startswith(fitting[0])}
+        items = {name: text for name, text in items.items() if not name.startswith(fitting[0])}
+        saved = replace(saved, values={**saved.values, **found})
+    elif own and prefixes:
+        how = "several states have its keys" if fitting else "no state in the checkpoint has its keys"
+        result.notes.append(f"the scheduler: {how}")
+    if items:
+        name = printable(next(iter(items)))
+        result.notes.append(f"the client state, such as {name}: the save recorded no digests")
+    if any(_kind(name) == "rank_state" for name in live.own.values):
+        result.notes.append("the rank state: the save recorded no digests")
+    return saved
+
+
+def _kind(name: str) -> str:
+    """Return the kind of a value: "scheduler" of "scheduler.last_epoch"."""
+    return name.partition(".")[0]
 
 
 def _renamed(saved: StateDigest, live: _Live, aliases: Mapping[str, str]) -> StateDigest:
@@ -282,30 +349,29 @@ def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *
 
     Wrappers without ZeRO have fewer numbers of a loss scaler than files.
     """
-    kinds = {name.partition(".")[0] for name in live.own.values}
-    saved_kinds = {name.partition(".")[0] for name in saved.values}
-    surplus = [name for name in live.own.values if name not in saved.values and name.partition(".")[0] in kinds]
-    if not recorded:  # files have a client state, too, which is not digested
-        surplus = [name for name in surplus if not name.startswith(("client_state", "rank_state"))]
+    kinds, saved_kinds = set(map(_kind, live.own.values)), set(map(_kind, saved.values))
+    told = set() if recorded else {"client_state", "rank_state"}
+    if any(note.startswith("the scheduler: ") for note in result.notes):
+        told |= {"scheduler"}
+    surplus = [name for name in live.own.values if name not in saved.values and _kind(name) not in told]
     kept = sorted(scope.without & (kinds | saved_kinds))
     result.notes += [f"{', '.join(kept)}, which was not restored"] if kept else []
-    own, held = ([n for n in values if n.startswith("scheduler.")] for values in (saved.values, live.own.values))
-    if own and held and not {*own} & {*held}:
+    own, held = ({n for n in values if _kind(n) == "scheduler"} for values in (saved.values, live.own.values))
+    if held and own - held and held - own:
         result.notes.append("the scheduler: another class saved its state")
         kinds, saved_kinds = kinds - {"scheduler"}, saved_kinds - {"scheduler"}
         surplus = [name for name in surplus if name not in held]
     lacking = sorted(saved_kinds - kinds - scope.without - _COUNTED)
     if lacking:
         result.notes.append(f"{', '.join(lacking)}, which the live run does not have, or was not passed")
-    surplus = [name.partition(".")[0] if name.partition(".")[0] not in saved_kinds else name for name in surplus]
-    surplus = [name for name in dict.fromkeys(surplus) if name.partition(".")[0] not in scope.without]
+    surplus = [_kind(name) if _kind(name) not in saved_kinds else name for name in surplus]
+    surplus = [name for name in dict.fromkeys(surplus) if _kind(name) not in scope.without]
     if surplus:
         result.notes.append(f"{', '.join(surplus)}, which the checkpoint does not record")
-    compared = {name: (name.partition(".")[0], text) for name, text in saved.values.items()}
     return {
         name: text
-        for name, (kind, text) in compared.items()
-        if kind in kinds - scope.without and (kind != "loss_scale" or name in live.own.values)
+        for name, text in saved.values.items()
+        if _kind(name) in kinds - scope.without and (_kind(name) != "loss_scale" or name in live.own.values)
     }
 
 

@@ -126,10 +126,8 @@ class Merged(NamedTuple):
     """Its own contradictions."""
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
-    notes: list[str]
-    """Remarks as text."""
-    buffers: dict[str, set[int]]
-    """Values of each buffer that differs between ranks."""
+    buffers: dict[str, dict[int, int]]
+    """Digest on each rank of the buffers that differ between ranks, or that some ranks lack."""
 
 
 def merge(ranks: Sequence[RankDigest]) -> Merged:
@@ -164,13 +162,12 @@ def merge(ranks: Sequence[RankDigest]) -> Merged:
         group_of={name: group for own in ranks for name, group in own.group_of.items()},
         values=values,
     )
-    notes = [f"{', '.join(buffers)} of ranks after the first, which have other values"] if buffers else []
-    return Merged(state, mismatches, unproven, notes, buffers)
+    return Merged(state, mismatches, unproven, buffers)
 
 
 def _merge_parts(
     ranks: Sequence[RankDigest],
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, set[int]]]:
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, dict[int, int]]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
@@ -192,15 +189,18 @@ def _merge_parts(
     firsts = np.flatnonzero(new)
     group = np.cumsum(new) - 1
     mismatches = []
-    buffers: dict[str, set[int]] = {}
+    held = np.bincount(tensor.astype(np.intp), minlength=len(parts))
+    odd = {n for n, part in enumerate(parts) if part.is_buffer and held[n] < len(ranks)}
     for index in np.flatnonzero((rows[:, 2:] != rows[firsts[group], 2:]).any(axis=1)).tolist():
         part = parts[int(tensor[index])]
         if part.is_buffer:
-            values = (digests.joined(rows[n, 2:]) for n in (index, firsts[group[index]]))
-            buffers.setdefault(part.name, set()).update(values)
+            odd.add(int(tensor[index]))
             continue
         problem = f"differs between ranks {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
+    buffers = {
+        parts[n].name: {int(rank[at]): digests.joined(rows[at, 2:]) for at in np.flatnonzero(tensor == n)} for n in odd
+    }
     tensors: dict[str, dict[str, TensorDigest]] = {}
     unique, owners = rows[firsts], tensor[firsts]
     edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))

@@ -193,6 +193,23 @@ def canonical(value: Any, tensor: Any = None) -> str:
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
+def leaves(path: str, value: Any, tensor: Any = None) -> dict[str, str]:
+    """Return the items of nested dicts and lists as ``canonical`` text, by "path.key.0".
+
+    Args:
+        path: Path of the value.
+        value: The data.
+        tensor: As for ``canonical``.
+    """
+    if isinstance(value, Mapping):
+        pairs = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        pairs = [(str(n), item) for n, item in enumerate(value)]
+    else:
+        return {path: canonical(value, tensor)}
+    return {name: text for key, item in pairs for name, text in leaves(f"{path}.{key}", item, tensor).items()}
+
+
 def _text(value: Any, tensor: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value)

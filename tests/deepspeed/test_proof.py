@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.deepspeed
 
-COPIES = "the 16-bit copies of 6 weights, which the checkpoint does not have"
+COPIES = "the module's copies of 6 weights, whose digests were not recorded"
 """Note on a background save of ZeRO-3, which does not record them, and on one of fp32 without ZeRO, which has none."""
 STAGES, DTYPES = (0, 1, 2, 3), ("fp32", "bf16")
 SAVES: list[dict[str, Any]] = [
@@ -226,6 +226,6 @@ def test_experts_of_every_rank_are_recorded_and_proven(tmp_path: Path) -> None:
             assert one["proof"].startswith("proven: "), name
             left_out = one["proof"].partition("; not compared: ")[2]
             # DeepSpeed clones the experts that it saves, so that no file has the bytes of the live ones.
-            copies = "the 16-bit copies of 8 weights, which the checkpoint does not have"
+            copies = "the module's copies of 8 weights, whose digests were not recorded"
             assert left_out == (copies if name.endswith("background") else ""), name
             assert "deepspeed_experts.3.bias" in one["error"] or left_out, name

@@ -9,7 +9,10 @@ import pytest
 import ckpttool
 from tests.forked import each_on_ranks
 
+lr = pytest.importorskip("torch.optim.lr_scheduler")
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -268,10 +271,61 @@ def test_a_scheduler_and_tensors_beside_the_model_in_a_distributed_checkpoint(tm
     assert len(caught.value.mismatches) == 1
 
 
-def test_several_optimizers_and_another_class_of_scheduler(tmp_path: Path) -> None:
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda o: lr.StepLR(o, 2),
+    "milestones": lambda o: lr.MultiStepLR(o, [1, 5]),
+    "cycle": lambda o: lr.OneCycleLR(o, 0.1, 20),
+    "lambda": lambda o: lr.LambdaLR(o, _Decay(2)),
+    "sequence": lambda o: lr.SequentialLR(o, [lr.ConstantLR(o), lr.StepLR(o, 2)], [1]),
+    "chain": lambda o: lr.ChainedScheduler([lr.StepLR(o, 2), lr.ExponentialLR(o, 0.9)]),
+    "plateau": lambda o: lr.ReduceLROnPlateau(o),
+}
+
+
+class _Decay:
+    """A function of the step with a state, which its scheduler saves."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def __call__(self, step: int) -> float:
+        return float(self.k**-step)
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_schedulers_of_every_form_in_a_distributed_checkpoint(kind: str, tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    scheduler = SCHEDULERS[kind](optimizer)
+    net(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    scheduler.step(*([1.0] if kind == "plateau" else []))
+    weights, states = get_state_dict(net, optimizer)
+    loader = {"last_epoch": 7, "position": 3}
+    everything = {"model": weights, "optim": states, "sched": scheduler.state_dict(), "loader": loader}
+    dcp.save(everything, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    proof = ckpttool.prove(net, tmp_path / "a", optimizer=optimizer, scheduler=scheduler)
+    assert "scheduler" in proof.states
+    assert proof.unproven == ("the client state, such as loader.last_epoch: the save recorded no digests",)
+    inner = scheduler._schedulers[0] if hasattr(scheduler, "_schedulers") else scheduler
+    inner.last_epoch += 1
+    with pytest.raises(ckpttool.ProofError, match=r"scheduler\.(_schedulers\.0\.)?last_epoch is \d, but was saved as"):
+        ckpttool.prove(net, tmp_path / "a", optimizer=optimizer, scheduler=scheduler)
+    other = lr.CyclicLR(torch.optim.SGD(net.parameters(), lr=0.01), 0.01, 0.1)
+    proof = ckpttool.prove(net, tmp_path / "a", optimizer=optimizer, scheduler=other)
+    assert "the scheduler: no state in the checkpoint has its keys" in proof.unproven
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["joint", "apart"])
+def test_several_optimizers(apart: bool, tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
@@ -281,42 +335,84 @@ def test_several_optimizers_and_another_class_of_scheduler(tmp_path: Path) -> No
     for optimizer in optimizers:
         optimizer.step()
     weights, states = get_state_dict(net, optimizers)
-    other = {"last_batch_iteration": 3, "last_epoch": 1}
-    dcp.save({"model": weights, "optim": states, "sched": other}, checkpoint_id=str(tmp_path / "a"), no_dist=True)
-    proof = ckpttool.prove(net, tmp_path / "a", optimizer=optimizers)
-    assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} < {*proof.states}
-    assert "hyper-parameters" in proof.states
-
-    class Foreign:
-        def state_dict(self) -> dict[str, int]:
-            return {"phase": 2}
-
-    proof = ckpttool.prove(net, tmp_path / "a", optimizer=optimizers, scheduler=Foreign())
-    assert "the scheduler: another class saved its state" in proof.unproven
+    saved = {f"optim{n}": get_optimizer_state_dict(net, one) for n, one in enumerate(optimizers)}
+    dcp.save({"model": weights, **(saved if apart else {"optim": states})}, checkpoint_id=str(tmp_path), no_dist=True)
+    proof = ckpttool.prove(net, tmp_path, optimizer=optimizers)
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq", "hyper-parameters"} < {*proof.states}
+    assert proof.unproven == ()
     optimizers[0].state[net[1].weight]["momentum_buffer"][0, 0] += 1
-    with pytest.raises(ckpttool.ProofError, match=r"momentum_buffer of 1.weight has other values"):
-        ckpttool.prove(net, tmp_path / "a", optimizer=optimizers)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ckpttool.ProofError) as caught:
+        ckpttool.prove(net, tmp_path, optimizer=optimizers)
+    named = [text.partition(" is ")[0].partition(" has ")[0] for text in caught.value.mismatches]
+    assert sorted(named) == [
+        "lr of the group of 0.bias", "lr of the group of 0.weight", "momentum_buffer of 1.weight",
+    ]  # fmt: skip
 
 
 def _statistics_of_ranks(job: dict[str, Any], directory: Path) -> list[str]:
-    """Save a batch norm with other statistics on each rank; prove it before and after one changes."""
+    """Save a batch norm with other statistics on each rank, and prove it as saved, with a fault, and with another."""
     import torch
     import torch.distributed.checkpoint as dcp
 
-    net = torch.nn.BatchNorm1d(3)
-    net.running_mean.fill_(torch.distributed.get_rank())
-    dcp.save({"model": net.state_dict()}, checkpoint_id=str(directory / job["id"]))
-    told = [str(ckpttool.prove(net, directory / job["id"]))]
-    net.running_mean.add_(10)
+    net, path = torch.nn.BatchNorm1d(3), directory / job["id"]
+    rank, last = torch.distributed.get_rank(), job["world_size"] - 1
+    net.running_mean.fill_(rank)
+    dcp.save({"model": net.state_dict()}, checkpoint_id=str(path))
+    told = [str(ckpttool.prove(net, path))]
+    state = {"model": net.state_dict()}
+    dcp.load(state, checkpoint_id=str(path))
+    told.append(str(ckpttool.prove(net, path)))
+    if rank == 0:
+        net.running_mean.add_(10)
+    if rank == last:
+        net.running_var = None
+    told.append(str(ckpttool.prove(net, path)))
+    net.running_mean.fill_(20 + rank)
     with pytest.raises(ckpttool.ProofError) as caught:
-        ckpttool.prove(net, directory / job["id"])
+        ckpttool.prove(net, path)
     return [*told, *caught.value.mismatches]
 
 
 def test_statistics_that_differ_between_ranks(tmp_path: Path) -> None:
-    """``dcp.save`` writes those of any rank."""
+    """``dcp.save`` writes those of any rank; a load gives them to all."""
     jobs = [{"id": str(ranks), "world_size": ranks} for ranks in (2, 3)]
     for ranks in each_on_ranks(_statistics_of_ranks, jobs, tmp_path).values():
-        for proof, *mismatches in ranks:
-            assert proof.endswith("; not compared: running_mean of ranks after the first, which have other values")
+        last = len(ranks) - 1
+        for saved, loaded, faulty, *mismatches in ranks:
+            assert "not compared: running_mean, of which ranks " in saved
+            assert saved.endswith(" have other values")
+            assert "not compared" not in loaded
+            assert faulty.endswith(
+                f"not compared: running_mean, of which ranks 0 have other values; running_var, which ranks {last} do "
+                "not have"
+            )
             assert [text.partition(" has ")[0] for text in mismatches] == ["weights of running_mean"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "told"),
+    [
+        ({"model": "weights", "rng": "tensor"}, "1 tensors that are saved beside the model, such as rng"),
+        ({"model": "weights", "ema": "weights"}, "that are saved beside the model, such as ema.0.weight"),
+        ({"net": "weights"}, "has weights of other names, such as net.0."),
+        ({"net": "weights", "ema": "weights"}, "has weights of other names, such as "),
+    ],
+    ids=["tensor", "ema", "net", "several"],
+)
+def test_other_state_dicts_are_not_taken_for_the_model(saved: dict[str, str], told: str, tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    kinds = {"weights": net.state_dict(), "tensor": torch.get_rng_state()}
+    dcp.save({key: kinds[kind] for key, kind in saved.items()}, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    if "model" in saved:
+        assert told in _left_out(ckpttool.prove(net, tmp_path / "a"))
+        del net[1]
+        with pytest.raises(ckpttool.ProofError, match=r"weights of 1.weight is missing"):
+            ckpttool.prove(net, tmp_path / "a")
+    else:
+        with pytest.raises(ckpttool.CkptError, match=told):
+            ckpttool.prove(net, tmp_path / "a")

@@ -44,7 +44,10 @@ def test_a_buffer_may_differ_between_ranks_and_the_first_counts() -> None:
     found = merge([_rank((0, 4, n), is_buffer=True) for n in (5, 6, 5)])
     assert found.mismatches == []
     assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5
-    assert found.notes == ["a of ranks after the first, which have other values"]
+    values = {rank: 1 << 64 | n for rank, n in enumerate((5, 6, 5))}
+    assert found.buffers == {"a": values}
+    assert merge([_rank((0, 4, 5), is_buffer=True), _rank()]).buffers == {"a": {0: 1 << 64 | 5}}
+    assert merge([_rank((0, 4, 5), is_buffer=True)] * 2).buffers == {}
 
 
 def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:

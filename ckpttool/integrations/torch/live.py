@@ -25,7 +25,7 @@ from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
-from ckpttool.model.state_digest import GATHERED, NOT_HYPERPARAMETERS, WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, NOT_HYPERPARAMETERS, WEIGHTS, canonical, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -327,8 +327,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def scheduler_values(scheduler: Any) -> dict[str, str]:
-    """Return the state of a scheduler as text, by name."""
-    return values_of("scheduler", scheduler.state_dict() if hasattr(scheduler, "state_dict") else {})
+    """Return the state of a scheduler as text, by path."""
+    return leaves("scheduler", scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}, tensor_text)
 
 
 def values_of(kind: str, state: Any) -> dict[str, str]:
