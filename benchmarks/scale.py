@@ -1,7 +1,7 @@
 """Measure how long the largest layout takes to open, show and plan: 1T parameters over 1024 ranks, with holes as
 payload.
 
-    python benchmarks/scale.py [--ranks N] [--layers N] [--hidden N] [--runs N]
+    python benchmarks/scale.py [--ranks N ...] [--layers N] [--hidden N] [--runs N]
 
 The files are real containers with the real structure, written by ckpttool itself, with holes in place of tensors.
 Reading the structure and planning do not read tensors.
@@ -101,23 +101,29 @@ def make(ranks: int, layers: int, hidden: int) -> int:
 def main() -> None:
     """Make, open, show, plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--hidden", type=int, default=25_000)
     parser.add_argument("--runs", type=int, default=1)
     arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        bench(ranks, arguments.layers, arguments.hidden, arguments.runs)
+
+
+def bench(ranks: int, layers: int, hidden: int, runs: int) -> None:
+    """Measure a layout over a number of ranks."""
     began = time.perf_counter()
-    parameters = make(arguments.ranks, arguments.layers, arguments.hidden)
-    print(f"{parameters:,} parameters over {arguments.ranks} ranks, written in {time.perf_counter() - began:.1f} s")
+    parameters = make(ranks, layers, hidden)
+    print(f"{parameters:,} parameters over {ranks} ranks, written in {time.perf_counter() - began:.1f} s")
     contestants: dict[str, dict[str, list[float]]] = {}
-    for _ in range(arguments.runs):
+    for _ in range(runs):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its peak memory is its own
             taken = pool.submit(once).result()
         for name, (seconds, peak) in taken.items():
             quantities = contestants.setdefault(name, {"wall": [], "peak_mb": []})
             quantities["wall"].append(seconds)
             quantities["peak_mb"].append(peak)
-    measure.keep(f"{parameters / 1e9:,.0f}G parameters, {arguments.ranks} ranks", "open", contestants)
+    measure.keep(f"{parameters / 1e9:,.0f}G parameters, {ranks} ranks", "open", contestants)
     shutil.rmtree(DATA)
 
 

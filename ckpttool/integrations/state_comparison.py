@@ -197,22 +197,21 @@ def _of_files(saved: StateDigest, live: _Live, checkpoint: Checkpoint, result: C
     Such a checkpoint has the items of all objects under paths. Those of the scheduler are the ones that have its keys.
     """
     items = {path[1:]: text for path, text in leaves("", checkpoint.client_state).items()}
-    own = {
-        name.removeprefix("scheduler."): text for name, text in live.own.values.items() if _kind(name) == "scheduler"
-    }
-    key = next((name for name in own if name.endswith("last_epoch")), next(iter(own), ""))
-    prefixes = [name.removesuffix(key) for name in items if key and name.endswith(f".{key}") and not checkpoint.native]
+    scheduler = [name.partition(".")[2] for name in live.own.values if _kind(name) == "scheduler"]
+    prefixes = [] if checkpoint.native else _prefixes(scheduler, items)
     fitting = []
     for prefix in prefixes:
         keys = {name.removeprefix(prefix) for name in items if name.startswith(prefix)}
-        tensors = {key for key in own if f"{prefix}{key}" in checkpoint.beside}
-        if keys <= own.keys() <= keys | tensors:
+        tensors = {key for key in scheduler if f"{prefix}{key}" in checkpoint.beside}
+        if keys <= {*scheduler} <= keys | tensors:
             fitting.append(prefix)
     if len(fitting) == 1:
-        found = {f"scheduler.{n.removeprefix(fitting[0])}": t for n, t in items.items() if n.startswith(fitting[0])}
-        items = {name: text for name, text in items.items() if not name.startswith(fitting[0])}
+        (prefix,) = fitting
+        own = {name: text for name, text in items.items() if name.startswith(prefix)}
+        items = {name: text for name, text in items.items() if name not in own}
+        found = {f"scheduler.{name.removeprefix(prefix)}": text for name, text in own.items()}
         saved = replace(saved, values={**saved.values, **found})
-    elif own and prefixes:
+    elif prefixes:
         how = "several states have its keys" if fitting else "no state in the checkpoint has its keys"
         result.notes.append(f"the scheduler: {how}")
     if items:
@@ -221,6 +220,12 @@ def _of_files(saved: StateDigest, live: _Live, checkpoint: Checkpoint, result: C
     if any(_kind(name) == "rank_state" for name in live.own.values):
         result.notes.append("the rank state: the save recorded no digests")
     return saved
+
+
+def _prefixes(keys: Sequence[str], items: Iterable[str]) -> list[str]:
+    """Return the paths under which an item has one of the keys: the count of epochs, which most schedulers have."""
+    key = next((key for key in keys if key.endswith("last_epoch")), next(iter(keys), ""))
+    return [name.removesuffix(key) for name in items if key and name.endswith(f".{key}")]
 
 
 def _kind(name: str) -> str:

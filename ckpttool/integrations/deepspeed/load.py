@@ -235,7 +235,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
 
     scope = Scope(
         weights_only=report.weights_only,
-        without_optimizer=not report.optimizer,
+        without_optimizer=not (report.optimizer or report.weights_only),
         without=frozenset(without),
         without_names=frozenset(report.unexpected),
         without_states_of=frozenset() if fitted is None else fitted.fresh,
