@@ -98,6 +98,12 @@ FEATURES = (
     ),
     Feature("a state that no rule fits (8-bit blocks)", "named as not sliceable, never cut"),
     Feature(
+        "1-bit Adam, 1-bit LAMB, 0/1 Adam (DeepSpeed up to 0.19.6)",
+        "weights, moments, variances; a note: DeepSpeed saves the compression errors of the first rank alone, and its "
+        "load resets them; `--to zero` refuses these states",
+        ("ds0.19.6-*",),
+    ),
+    Feature(
         "LoRA and other PEFT training",
         "trained weights, or with `--adapter-only` the adapter's folder",
         ("zero*-lora-trainer",),
