@@ -101,7 +101,13 @@ FEATURES = (
         "1-bit Adam, 1-bit LAMB, 0/1 Adam (DeepSpeed up to 0.19.6)",
         "weights, moments, variances; a note: DeepSpeed saves the compression errors of the first rank alone, and its "
         "load resets them; `--to zero` refuses these states",
-        ("ds0.19.6-*",),
+        ("ds0.19.6-zero0-*",),
+    ),
+    Feature(
+        "compression, MoQ, eigenvalue, sparse attention, progressive layer dropping, the earlier `curriculum_learning` "
+        "(DeepSpeed up to 0.19.6)",
+        "masks as buffers, and the configuration; a note: DeepSpeed saves no other state, and has removed them",
+        ("ds0.19.6-zero2-dp2-fp32-removed",),
     ),
     Feature(
         "LoRA and other PEFT training",
@@ -116,8 +122,9 @@ FEATURES = (
         "their own copies",
     ),
     Feature(
-        "curriculum learning's data sampler, random layerwise token dropping",
-        "a note: their states are not read, and no conversion keeps them",
+        "data efficiency: curriculum learning's data sampler, random layerwise token dropping",
+        "their states, which `--to zero` and `--to universal` keep, and `ckpttool.load` restores on any ranks",
+        ("zero2-dp2-bf16-data-efficiency",),
     ),
     Feature(
         "parameters offloaded to NVMe (`offload_param`)",

@@ -160,6 +160,14 @@ def test_optimizers_that_compress_keep_what_no_other_layout_can_hold(
         ckpttool.convert(source(name), tmp_path / "zero", to="zero", world_size=2, stage=1)
 
 
+def test_systems_that_deepspeed_has_removed_are_named() -> None:
+    checkpoint = open_checkpoint(source("ds0.19.6-zero2-dp2-fp32-removed"))
+    (remark,) = checkpoint.remarks
+    assert remark.startswith("the run used compression_training, progressive_layer_drop, curriculum_learning: beside")
+    assert "up.row_pruning_mask" in {b.name for b in checkpoint.buffers}
+    assert not open_checkpoint(source("zero2-dp2-bf16-data-efficiency")).remarks
+
+
 def test_masters_kept_in_16_bit_are_taken_for_what_they_are(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     for path in (root / "global_step3").glob("*optim_states.pt"):

@@ -10,6 +10,7 @@ runtime/bf16_optimizer.py (``clear_hp_grads``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ckpttool.model.batch import BatchSizes, equal_batch, fitting_numbers, saved
 from ckpttool.targets.zero.match import LiveModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpttool.model import Checkpoint
 
@@ -150,6 +151,41 @@ class LiveEngine:
     def buffers(self) -> dict[str, Any]:
         """The module's persistent buffers."""
         return persistent_buffers(self.engine.module)
+
+
+@contextlib.contextmanager
+def whole_layers(engine: Any) -> Iterator[None]:
+    """Context manager: take away the wrappers of layers that drop random tokens, as DeepSpeed saves names without them.
+
+    DeepSpeed itself loads those names only into an engine whose layers are not yet wrapped.
+
+    Source: DeepSpeed 0.19.8, runtime/data_pipeline/data_routing/helper.py (``convert_to_random_ltd``,
+    ``remove_random_ltd_state_dict``).
+    """
+    module: Any = getattr(engine, "module", None)
+    named = module.named_modules() if hasattr(module, "named_modules") and not _is_pipeline(module) else ()
+    wrappers = {name: m for name, m in named if type(m).__name__ == "RandomLayerTokenDrop"}
+
+    def replace(layers: dict[str, Any]) -> None:
+        for name, layer in layers.items():
+            above, _, own = name.rpartition(".")
+            module.get_submodule(above)._modules[own] = layer
+
+    replace({name: wrapper.random_ltd_layer for name, wrapper in wrappers.items()})
+    try:
+        yield
+    finally:
+        replace(wrappers)
+
+
+def data_sampler(engine: Any) -> Any:
+    """Return the sampler of an engine with curriculum learning; None without one.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_common_checkpoint_state``).
+    """
+    loader = getattr(engine, "training_dataloader", None)
+    learns = loader is not None and engine.curriculum_learning_enabled()
+    return getattr(loader, "data_sampler", None) if learns else None
 
 
 def inspect_engine(engine: Any) -> LiveEngine:

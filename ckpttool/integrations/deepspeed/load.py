@@ -22,6 +22,7 @@ from ckpttool.integrations.deepspeed.engine import (
     keeps_loss_scale,
     micro_batches,
     warn_of,
+    whole_layers,
 )
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
@@ -172,6 +173,11 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
+    with whole_layers(engine):
+        return _restore(engine, checkpoint, options, agree, ranks)
+
+
+def _restore(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree, ranks: Ranks) -> LoadReport:
     from ckpttool.integrations.deepspeed.live_state import check_provable, unprovable  # imports torch
 
     began = time.perf_counter()

@@ -119,10 +119,6 @@ def read_partitions(
         rank = live.rank if live.stage else 0
         plans.append(plan_rank(fitted.checkpoint, shape, rank, tag=checkpoint.tag, fresh=fitted.fresh))
         notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
-    for name in ("random_ltd", "curriculum_learning"):
-        enabled = getattr(live.engine, f"{name}_enabled", None)
-        if enabled is not None and enabled() and not options.without_optimizer:
-            notes.append(f"the state of {name} is not restored")
     replica_plan, tensors = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
     plans.append(replica_plan)
     total = replica_plan.files[0].nbytes

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.torch.sampler import POSITION
 from ckpttool.messages import brief
 from ckpttool.saving.files import ArchiveFile
 from ckpttool.storage import LOCAL
@@ -67,8 +68,9 @@ def check_restorable(
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
     live = inspect_engine(engine)
-    if ranks.rank == 0 and (lost := _unsaved_optimizer(live) or _compression(live)):
-        LOG.warning("%s: %s", directory, lost)
+    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live)) if ranks.rank == 0 else ():
+        if lost:
+            LOG.warning("%s: %s", directory, lost)
     problem = _elastic_problem(live)
 
     def check(problems: list[str]) -> None:
@@ -141,6 +143,21 @@ def _compression(live: LiveEngine) -> str:
     kind = type(inner).__name__
     lost = f"DeepSpeed saves the compression errors of {kind} on the first rank alone, and its load resets them"
     return f"{lost}, and weights that differ between synchronizations" if kind == "ZeroOneAdam" else lost
+
+
+def _sampler(live: LiveEngine) -> str:
+    """Return why a resumed run would read other samples than curriculum learning's; "" if it reads the same.
+
+    Source: DeepSpeed 0.19.8, runtime/data_pipeline/data_sampling/data_sampler.py (``state_dict`` has numpy's global
+    generator, not ``np_rng``, which draws the samples).
+    """
+    sampler = data_sampler(live.engine)
+    if sampler is None or hasattr(sampler, POSITION):
+        return ""
+    return (
+        "the state of DeepSpeed's data sampler lacks the generator that draws the samples: a resumed run reads others; "
+        "save ckpttool.data.CurriculumPosition in client_state"
+    )
 
 
 def _elastic_problem(live: LiveEngine) -> str:
