@@ -114,7 +114,12 @@ FEATURES = (
         "trained weights, or with `--adapter-only` the adapter's folder",
         ("zero*-lora-trainer",),
     ),
-    Feature("mixtures of experts, experts over 1 or 2 ranks", "experts under their global numbers", ("moe-*",)),
+    Feature(
+        "mixtures of experts, also PR-MoE, whose layers have other numbers of experts over other numbers of ranks, and "
+        "CPU offload",
+        "experts under their global numbers",
+        ("moe-*",),
+    ),
     Feature("AutoEP", "experts stacked, as the model has them", ("autoep-*",)),
     Feature(
         "the same with modules that are registered several times",

@@ -219,7 +219,7 @@ def inspect_engine(engine: Any) -> LiveEngine:
             data_parallel=ranks,
             tensor_parallel=engine.mp_world_size // pipeline,
             pipeline_parallel=pipeline,
-            expert_parallel=_expert_parallel(engine),
+            expert_parallel=max(expert_sizes(engine), default=1),
         ),
         rank=rank,
         model_rank=int(engine.checkpoint_mp_rank),
@@ -337,16 +337,17 @@ def _is_pipeline(module: Any) -> bool:
     return any(c.__name__ == "PipelineModule" for c in type(module).__mro__)
 
 
-def _expert_parallel(engine: Any) -> int:
+def expert_sizes(engine: Any) -> set[int]:
+    """Return the expert-parallel sizes of the layers of experts; empty without such layers."""
     if not engine.has_moe_layers:
-        return 1
+        return set()
     from deepspeed.utils import groups
 
     # Not groups._get_max_expert_size_name(): it also returns groups of earlier engines.
     layers = [
         getattr(m, "ep_group_name", None) or getattr(m, "expert_group_name", None) for m in engine.module.modules()
     ]
-    return max(int(groups._get_expert_parallel_world_size(name)) for name in layers if name)
+    return {int(groups._get_expert_parallel_world_size(name)) for name in layers if name}
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

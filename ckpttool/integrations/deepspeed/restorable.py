@@ -61,17 +61,20 @@ def check_restorable(
         PlanError: They cannot be restored; the same on every rank.
     """
     own = None if captured.failed is not None else [_structure(file) for file in captured.files]
+    live = inspect_engine(engine)
+    experts = [group.get("name") for group in live.hyperparameters if group.get("moe")]
     complete: list[Any] = [None] * ranks.size
-    dist.all_gather_object(complete, own is not None)
-    if not all(complete):
+    dist.all_gather_object(complete, (own is not None, experts))
+    if not all(captures for captures, _ in complete):
         return
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
-    live = inspect_engine(engine)
     for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live)) if ranks.rank == 0 else ():
         if lost:
             LOG.warning("%s: %s", directory, lost)
-    problem = _elastic_problem(live)
+    # Source: DeepSpeed 0.19.8, moe/utils.py (``split_params_into_different_moe_groups_for_optimizer``: a set of names).
+    orders = "its groups of experts have another order than on other ranks: set PYTHONHASHSEED, the same on all ranks"
+    problem = _elastic_problem(live) or ("" if all(names == experts for _, names in complete) else orders)
 
     def check(problems: list[str]) -> None:
         """Check the files of all ranks on the first rank, because they are alike."""
