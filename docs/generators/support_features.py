@@ -133,7 +133,8 @@ FEATURES = (
     ),
     Feature(
         "parameters offloaded to NVMe (`offload_param`)",
-        "not supported: training them on a CPU failed, so that a checkpoint to compare with is missing",
+        "the same files as without; a restore into an engine with parameters on NVMe is refused, because DeepSpeed "
+        "fails at it: offload them to the CPU; no bundled checkpoint",
     ),
     Feature(
         "pipeline parallelism",

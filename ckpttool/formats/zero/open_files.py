@@ -768,7 +768,7 @@ def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile) -> tupl
     for name in names:
         numbers.setdefault(name.layer, []).append(name.expert)
     for layer, experts in numbers.items():
-        # If there is no record, the largest number of files is a lower bound.
+        # Without a record, the largest number of files is a lower bound.
         count = recorded[layer] if layer < len(recorded) else max(len(e) for e in numbers.values())
         gone = sorted(set(range(min(count, MAX_EXPERTS) if isinstance(count, int) else 0)) - set(experts))
         stem = names[0].name.replace(f"layer_{names[0].layer}_", f"layer_{layer}_")

@@ -178,6 +178,25 @@ def whole_layers(engine: Any) -> Iterator[None]:
         replace(wrappers)
 
 
+def parameters_on_nvme(live: LiveEngine) -> bool:
+    """Return whether the engine keeps parameters on NVMe: DeepSpeed saves such an engine, but cannot load into it.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``_rigid_load_state_dict``: ``fp16_param.data`` of None).
+    """
+    return any(flat is None for flat in getattr(live.optimizer, "fp16_partitioned_groups_flat", ()))
+
+
+def check_loadable(live: LiveEngine) -> None:
+    """Check that DeepSpeed can load into an engine.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if parameters_on_nvme(live):
+        problem = f"has parameters on NVMe: DeepSpeed {version()} cannot load into it"
+        raise PlanError("the engine", problem, 'set "device" of offload_param to "cpu"')
+
+
 def data_sampler(engine: Any) -> Any:
     """Return the sampler of an engine with curriculum learning; None without one.
 

@@ -17,6 +17,7 @@ from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
+    check_loadable,
     drop_gradients,
     inspect_engine,
     keeps_loss_scale,
@@ -188,6 +189,7 @@ def _restore(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: A
     error: BaseException | None = None
     try:
         live = inspect_engine(engine)
+        check_loadable(live)
         if options.prove:
             check_provable(live)
         prepared = prepare(live, checkpoint, options)

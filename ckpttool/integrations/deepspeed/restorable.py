@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine, parameters_on_nvme
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.sampler import POSITION
@@ -69,7 +69,7 @@ def check_restorable(
         return
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
-    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live)) if ranks.rank == 0 else ():
+    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)) if ranks.rank == 0 else ():
         if lost:
             LOG.warning("%s: %s", directory, lost)
     # Source: DeepSpeed 0.19.8, moe/utils.py (``split_params_into_different_moe_groups_for_optimizer``: a set of names).
@@ -146,6 +146,13 @@ def _compression(live: LiveEngine) -> str:
     kind = type(inner).__name__
     lost = f"DeepSpeed saves the compression errors of {kind} on the first rank alone, and its load resets them"
     return f"{lost}, and weights that differ between synchronizations" if kind == "ZeroOneAdam" else lost
+
+
+def _nvme(live: LiveEngine) -> str:
+    """Return that DeepSpeed cannot load into an engine with parameters on NVMe; "" for others."""
+    if not parameters_on_nvme(live):
+        return ""
+    return "DeepSpeed cannot load into an engine with parameters on NVMe: a restore needs them on the CPU"
 
 
 def _sampler(live: LiveEngine) -> str:
