@@ -33,7 +33,7 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
 
     Args:
         model: "pipeline", "pipeline-by-hand", "megatron", "megatron-uneven", "autotp", "autotp-uneven", "autotp-fused",
-            "moe", "moe-residual", "autoep", "ulysses", "repeated", "zenflow"; or "plain".
+            "moe", "moe-residual", "moe-pyramid", "autoep", "ulysses", "repeated", "zenflow"; or "plain".
         config: DeepSpeed's configuration.
         tensor: Slices of each layer.
         stages: Of the pipeline.
@@ -50,7 +50,7 @@ def build(model: str, config: dict[str, Any], *, tensor: int, stages: int, exper
     if model == "ulysses":
         return _ulysses(config)
     if model.startswith("moe"):
-        return _moe(config, experts, residual=model.endswith("residual"))
+        return _moe(config, experts, residual=model != "moe", second=(2, 1) if model == "moe-pyramid" else None)
     if model == "autoep":
         return _autoep(config, experts)
     tensor_parallel.RANKS = tensor
@@ -216,20 +216,18 @@ def _ulysses(config: dict[str, Any]) -> Parallel:
     return Parallel(engine, lambda: common.live_tensors(engine), step)
 
 
-def _moe(config: dict[str, Any], experts: int, *, residual: bool) -> Parallel:
+def _moe(config: dict[str, Any], experts: int, *, residual: bool, second: tuple[int, int] | None) -> Parallel:
     import deepspeed
     import torch
-    from deepspeed.utils import groups
     from recipes import moe
     from recipes.parallel import gather, live_part, merge_tensors, rename, the_same
 
-    model = moe.build_model(experts, residual=residual)
+    model = moe.build_model(experts, residual=residual, second=second)
     optimizer = torch.optim.AdamW(moe.split_groups(model), betas=(0.5, 0.5), eps=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    rank, local = groups._get_expert_parallel_rank(f"ep_size_{experts}"), moe.EXPERTS // experts
 
     def whole() -> dict[str, Any]:
-        part = rename(live_part(engine), lambda name: moe.whole_name(name, rank, local))
+        part = rename(live_part(engine), moe.global_name(engine.module))
         merged: dict[str, Any] = merge_tensors(gather(part), the_same)
         return merged
 

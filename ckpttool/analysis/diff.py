@@ -208,7 +208,7 @@ def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], b
             problem = f"holds more than {MAX_VALUES:,} values besides its tensors"
             raise LayoutError(checkpoint.location, problem, "compare without all", ("all",))
 
-    for name in ("step", "samples", "skipped_steps", "scheduler", "loss_scaler", "client_state"):
+    for name in ("step", "samples", "skipped_steps", "scheduler", "data_states", "loss_scaler", "client_state"):
         value = getattr(checkpoint, name)
         if value is not None and value != {}:
             add(name, value)

@@ -62,6 +62,7 @@ def describe(c: Checkpoint) -> dict[str, Any]:
         ],
         "unsliceable": list(c.nonpartitionable),
         "scheduler": _Plain()(c.scheduler),
+        "data_states": _Plain()(dict(c.data_states)),
         "loss_scaler": _Plain()(c.loss_scaler),
         "client_state": _Plain()(c.client_state),
         "metrics": _Plain()(dict(c.metrics)),

@@ -439,6 +439,7 @@ def _print_summary(c: Checkpoint) -> None:
             ("files", f"{len(c.files)}, {format_size(c.nbytes)}"),
             ("loss scale", _loss_scale(c)),
             ("scheduler", _short(c.scheduler)),
+            *((name.replace("_", " "), _short(state)) for name, state in c.data_states.items()),
             ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
             ("not sliceable", _first(c.nonpartitionable)),
             ("metrics", _first([f"{_short(k)} {_short(v)}" for k, v in c.metrics.items()])),

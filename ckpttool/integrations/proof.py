@@ -339,11 +339,12 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
     if scheduler is not None and not hasattr(scheduler, "state_dict"):
         raise ArgumentError("scheduler", f"is {brief(scheduler)}, not a scheduler", "pass the object, not its state")
     if hasattr(model, "zero_optimization_stage"):
-        from ckpttool.integrations.deepspeed.engine import inspect_engine
+        from ckpttool.integrations.deepspeed.engine import inspect_engine, whole_layers
         from ckpttool.integrations.deepspeed.live_state import engine_state
         from ckpttool.integrations.torch.live import scheduler_values
 
-        state = engine_state(inspect_engine(model))
+        with whole_layers(model):
+            state = engine_state(inspect_engine(model))
         own = model.lr_scheduler
         return replace(state, values={**state.values, **(scheduler_values(scheduler) if own is None else {})})
     from ckpttool.integrations.torch.live import live_state

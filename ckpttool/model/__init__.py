@@ -363,6 +363,8 @@ class Checkpoint:
     """Non-partitionable optimizer states: their shape does not follow the partition, so no parameter has them."""
     scheduler: Any = None
     """State of the learning-rate scheduler."""
+    data_states: Mapping[str, Any] = field(default_factory=dict)
+    """States of DeepSpeed's data efficiency: ``data_sampler`` and ``random_ltd``."""
     loss_scaler: Any = None
     """State of the loss scaler, as pickled."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
@@ -384,7 +386,7 @@ class Checkpoint:
     thin: bool = False
     """Whether ``prune`` has removed the optimizer states, and kept the weights."""
     embedded: Mapping[str, State] = field(default_factory=dict)
-    """Embedded storages: of the tensors inside ``client_state`` and ``scheduler``, by storage key."""
+    """Embedded storages: of the tensors inside ``client_state``, ``scheduler`` and ``data_states``, by storage key."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored more than once."""
     has_newer_copies: bool = False

@@ -60,7 +60,7 @@ def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:
     told = as_plain(describe(checkpoint))
     found = layout(checkpoint)
     omitted = []
-    for key in ("client_state", "scheduler", "loss_scaler", "ds_config"):
+    for key in ("client_state", "scheduler", "data_states", "loss_scaler", "ds_config"):
         if len(json.dumps(told[key], allow_nan=False)) > MAX_EXTRA:
             told[key] = None
             omitted.append(f"{key} is too long for a page: inspect --json prints it")

@@ -20,6 +20,7 @@ from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef
 from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
 from ckpttool.formats.universal import FOLDER, OPTIMIZER, STEP
+from ckpttool.formats.zero.module import DATA_KEYS
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, State
 from ckpttool.model.places import Contiguous
@@ -477,8 +478,7 @@ def _model_file(
         "shared_params": dict(checkpoint.aliases),
         "frozen_param_fragments": frozen if whole else None,
         "lr_scheduler": _plain_data(checkpoint, file, checkpoint.scheduler),
-        "data_sampler": None,
-        "random_ltd": None,
+        **{key: _plain_data(checkpoint, file, checkpoint.data_states.get(key)) for key in DATA_KEYS},
         "skipped_steps": checkpoint.skipped_steps,
         "global_steps": checkpoint.step or 0,
         **({} if checkpoint.samples is None else {"global_samples": checkpoint.samples}),

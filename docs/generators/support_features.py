@@ -98,11 +98,28 @@ FEATURES = (
     ),
     Feature("a state that no rule fits (8-bit blocks)", "named as not sliceable, never cut"),
     Feature(
+        "1-bit Adam, 1-bit LAMB, 0/1 Adam (DeepSpeed up to 0.19.6)",
+        "weights, moments, variances; a note: DeepSpeed saves the compression errors of the first rank alone, and its "
+        "load resets them; `--to zero` refuses these states",
+        ("ds0.19.6-zero0-*",),
+    ),
+    Feature(
+        "compression, MoQ, eigenvalue, sparse attention, progressive layer dropping, the earlier `curriculum_learning` "
+        "(DeepSpeed up to 0.19.6)",
+        "masks as buffers, and the configuration; a note: DeepSpeed saves no other state, and has removed them",
+        ("ds0.19.6-zero2-dp2-fp32-removed",),
+    ),
+    Feature(
         "LoRA and other PEFT training",
         "trained weights, or with `--adapter-only` the adapter's folder",
         ("zero*-lora-trainer",),
     ),
-    Feature("mixtures of experts, experts over 1 or 2 ranks", "experts under their global numbers", ("moe-*",)),
+    Feature(
+        "mixtures of experts, also PR-MoE, whose layers have other numbers of experts over other numbers of ranks, and "
+        "CPU offload",
+        "experts under their global numbers",
+        ("moe-*",),
+    ),
     Feature("AutoEP", "experts stacked, as the model has them", ("autoep-*",)),
     Feature(
         "the same with modules that are registered several times",
@@ -110,12 +127,14 @@ FEATURES = (
         "their own copies",
     ),
     Feature(
-        "curriculum learning's data sampler, random layerwise token dropping",
-        "a note: their states are not read, and no conversion keeps them",
+        "data efficiency: curriculum learning's data sampler, random layerwise token dropping",
+        "their states, which `--to zero` and `--to universal` keep, and `ckpttool.load` restores on any ranks",
+        ("zero2-dp2-bf16-data-efficiency",),
     ),
     Feature(
         "parameters offloaded to NVMe (`offload_param`)",
-        "not supported: training them on a CPU failed, so that a checkpoint to compare with is missing",
+        "the same files as without; a restore into an engine with parameters on NVMe is refused, because DeepSpeed "
+        "fails at it: offload them to the CPU; no bundled checkpoint",
     ),
     Feature(
         "pipeline parallelism",

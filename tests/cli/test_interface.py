@@ -225,7 +225,8 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     assert list(told) == [
         "location", "root", "tag", "format", "stage", "topology", "mesh", "dtype", "deepspeed_version", "step",
         "skipped_steps", "nbytes",
-        "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "loss_scaler", "client_state",
+        "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "data_states", "loss_scaler",
+        "client_state",
         "metrics", "provenance", "thin", "ds_config", "files", "notes", "remarks",
     ]  # fmt: skip
     assert told["location"] == tag_directory(name)

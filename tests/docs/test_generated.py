@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import re
 import shutil
 from typing import TYPE_CHECKING
@@ -173,3 +174,13 @@ def test_the_readme_names_every_command_or_its_page_does() -> None:
     pages = "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md") if "_generated" not in p.parts)
     for name in re.findall(r"^  (\w+) ", command("--help").stdout.partition("Commands:")[2], re.MULTILINE):
         assert f"ckpttool {name} " in pages, name
+
+
+def test_the_checkpoints_in_the_table_of_systems_are_bundled() -> None:
+    text = (ROOT / "docs" / "support.md").read_text().partition("## Systems of DeepSpeed")[2].partition("\n## ")[0]
+    names = [path.name for path in CHECKPOINTS.iterdir()]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")][2:]
+    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]*)`", row[5]) if "-" in pattern]
+    assert len(rows) > 20
+    assert len(patterns) > 20
+    assert not [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]

@@ -138,6 +138,36 @@ def test_without_zero_such_states_are_named_too(
     assert any("worker_error" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "kept", "notes"),
+    [
+        ("fp32-onebit-adam", {"worker_error", "server_error"}, ["worker_error and server_error"]),
+        ("fp16-onebit-lamb", {"lamb_coeff_freeze", "last_factor", "scaling_coeff"}, []),
+        ("fp16-zero-one-adam", {"worker_error", "server_error"}, ["worker_error and server_error", "0/1 Adam lets"]),
+    ],
+)
+def test_optimizers_that_compress_keep_what_no_other_layout_can_hold(
+    name: str, kept: set[str], notes: list[str], tmp_path: Path
+) -> None:
+    name = f"ds0.19.6-zero0-dp2-{name}"
+    checkpoint = open_checkpoint(source(name))
+    sizes = {"tensor_size", "corrected_tensor_size", "server_chunk_size"} & truth(name).facts["set_aside"].keys()
+    assert {*checkpoint.nonpartitionable} == {f"group {g}: {key}" for g in (0, 1) for key in kept | sizes}
+    assert truth(name).facts["set_aside"].keys() == kept | sizes
+    assert len(checkpoint.remarks) == len(notes)
+    assert all(remark.startswith(note) for remark, note in zip(checkpoint.remarks, notes, strict=True))
+    with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: "):
+        ckpttool.convert(source(name), tmp_path / "zero", to="zero", world_size=2, stage=1)
+
+
+def test_systems_that_deepspeed_has_removed_are_named() -> None:
+    checkpoint = open_checkpoint(source("ds0.19.6-zero2-dp2-fp32-removed"))
+    (remark,) = checkpoint.remarks
+    assert remark.startswith("the run used compression_training, progressive_layer_drop, curriculum_learning: beside")
+    assert "up.row_pruning_mask" in {b.name for b in checkpoint.buffers}
+    assert not open_checkpoint(source("zero2-dp2-bf16-data-efficiency")).remarks
+
+
 def test_masters_kept_in_16_bit_are_taken_for_what_they_are(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     for path in (root / "global_step3").glob("*optim_states.pt"):

@@ -149,6 +149,7 @@ OPAQUE = {
     "hyperparameters",
     "scalars",
     "scheduler",
+    "data_states",
     "loss_scaler",
     "metrics",
     "provenance",

@@ -31,6 +31,7 @@ REFUSED = {
     "ds0.3.16-zero3-dp2-fp16": "lists its parameters without their groups",
     "pipeline-zero0-pp2-dp1-fp32": "does not record the trained parameters",
     "pipeline-zero0-pp2-dp2-fp16": "does not record the trained parameters",
+    **{n: "holds states that cannot be re-partitioned: group 0" for n in NAMES if "set_aside" in truth(n).facts},
 } | dict.fromkeys((n for n in NAMES if truth(n).elastic), "holds no hyper-parameters (lr, betas, ...) of group 0")
 CONVERTED = [n for n in NAMES if n not in REFUSED and not n.startswith(("moe", "autoep", "universal-autoep"))]
 

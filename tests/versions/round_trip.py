@@ -128,8 +128,8 @@ def offline(stage: int, directory: Path) -> None:
     ckpttool.convert(saved, str(directory / "converted"), to="zero", world_size=1, stage=stage)
 
 
-def run_ranks(ranks: int, *arguments: object) -> None:
-    """Run this script on so many ranks."""
+def run_ranks(ranks: int, *arguments: object, script: str = __file__) -> None:
+    """Run a script on so many ranks."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -138,7 +138,7 @@ def run_ranks(ranks: int, *arguments: object) -> None:
     for rank in range(ranks):
         env = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_SIZE": str(ranks)}
         env |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        processes.append(subprocess.Popen([sys.executable, __file__, *map(str, arguments)], env=env))
+        processes.append(subprocess.Popen([sys.executable, script, *map(str, arguments)], env=env))
     assert [process.wait(timeout=600) for process in processes] == [0] * ranks
 
 

@@ -49,6 +49,11 @@ ENGINE_KEYS = frozenset(
     }
 )
 """DeepSpeed's keys in a model-states file; all others are the user's client state."""
+DATA_KEYS = ("data_sampler", "random_ltd")
+"""States of data efficiency: curriculum learning's data sampler, and random layerwise token dropping.
+
+Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``_common_checkpoint_state``).
+"""
 
 
 def read_param_shapes(files: ZeroFiles) -> list[dict[str, tuple[int, ...]]]:
@@ -295,6 +300,7 @@ class CommonFacts(TypedDict):
     samples: int | None
     skipped_steps: int
     scheduler: Any
+    data_states: Mapping[str, Any]
     client_state: Mapping[str, Any]
     ds_config: Mapping[str, Any]
     embedded: Mapping[str, State]
@@ -308,12 +314,14 @@ def common_facts(first: RankFile) -> CommonFacts:
     """
     scheduler = first.fields.values.get("lr_scheduler")
     client = client_state(first)
+    data = {key: first.fields.values[key] for key in DATA_KEYS if first.fields.values.get(key) is not None}
     return CommonFacts(
         deepspeed_version=first.fields.optional("ds_version", str),
         samples=first.fields.count("global_samples"),
         skipped_steps=first.fields.optional("skipped_steps", int) or 0,
         scheduler=scheduler,
+        data_states=data,
         client_state=client,
         ds_config=first.fields.optional("ds_config", dict) or {},
-        embedded=embedded_storages(first, client, scheduler),
+        embedded=embedded_storages(first, client, scheduler, data),
     )

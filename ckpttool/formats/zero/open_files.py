@@ -382,6 +382,8 @@ END_BYTES = 1 << 16
 """Bytes at either end of a file to read at once from remote storage."""
 LARGE_MODEL_BYTES, MODEL_END_BYTES = 1 << 26, 1 << 19
 """Size from which a file of model states has a record for each of thousands of parameters, and its bytes to read."""
+MAX_EXPERTS = 1 << 16
+"""Largest number of experts in a layer."""
 MAX_NAMED = 20
 """Maximum number of missing files named one by one."""
 SWAPPED = "offloaded_tensors"
@@ -715,7 +717,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
     if not opener.errors and not opener.location.trust_names and (error := copied(opener.storage, optimizer)):
         opener.report(error)
     stage = configured_stage(model, stage)
-    experts = _experts(opener, named)
+    experts = _experts(opener, named, model[0])
     swapped = tuple(opener.swapped(r) for r in range(ranks)) if stage == 3 else ()
     return ZeroFiles(opener.location, stage, model_rank, model, optimizer, experts, swapped=swapped)
 
@@ -751,17 +753,24 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     stem = f"expp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
     opener.missing([stem.format(e) for e in gone[: MAX_NAMED + 1]], "an expert-parallel rank")
     opened = tuple(f for p in optimizers if (f := opener.open(p, numbers=True)))
-    return ZeroFiles(opener.location, 0, model_rank, [file], [], _experts(opener, named), opened)
+    return ZeroFiles(opener.location, 0, model_rank, [file], [], _experts(opener, named, file), opened)
 
 
-def _experts(opener: Opener, named: Sequence[ZeroName]) -> tuple[ExpertFile, ...]:
+def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile) -> tuple[ExpertFile, ...]:
+    """Open the files of experts.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``num_experts``: a list with the number of experts of each layer).
+    """
+    recorded = model.fields.values.get("num_experts")
+    recorded = recorded if isinstance(recorded, list) else []
     names = sorted((p for p in named if p.kind == "expert"), key=lambda p: (p.layer, p.expert))
     numbers: dict[int, list[int]] = {}
     for name in names:
         numbers.setdefault(name.layer, []).append(name.expert)
     for layer, experts in numbers.items():
-        # The highest number gives a lower bound of the number of experts.
-        gone = sorted(set(range(max(len(e) for e in numbers.values()))) - set(experts))
+        # Without a record, the largest number of files is a lower bound.
+        count = recorded[layer] if layer < len(recorded) else max(len(e) for e in numbers.values())
+        gone = sorted(set(range(min(count, MAX_EXPERTS) if isinstance(count, int) else 0)) - set(experts))
         stem = names[0].name.replace(f"layer_{names[0].layer}_", f"layer_{layer}_")
         opener.missing([stem.replace(f"expert_{names[0].expert}_", f"expert_{e}_") for e in gone], "an expert")
     return tuple(ExpertFile(n.layer, n.expert, file) for n in names if (file := opener.open(n)))

@@ -413,7 +413,8 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         ),
         remarks=(
             *([WEIGHTS_ALONE] if files.optimizer and _is_weights_alone(whole) else []),
-            *dict.fromkeys((*whole.remarks, *remarks, *_data_remarks(first))),
+            *dict.fromkeys((*whole.remarks, *remarks)),
+            *_removed_systems(facts["ds_config"]),
             *trusted_names(found.renamed),
         ),
     )
@@ -643,14 +644,21 @@ def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -
     return []
 
 
-def _data_remarks(first: RankFile) -> list[str]:
-    """Return remarks on states of DeepSpeed's data pipeline, which are not read.
+def _removed_systems(config: Mapping[str, object]) -> list[str]:
+    """Return a remark on systems that recompute their state from the count of steps, and that DeepSpeed has removed.
 
-    Source: DeepSpeed 0.8.0 to 0.19.8, runtime/engine.py (``data_sampler``, ``random_ltd``).
+    Source: DeepSpeed 0.19.6, runtime/engine.py (``_common_checkpoint_state``), and 0.19.8, runtime/config.py
+    (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``).
     """
-    kinds = {"data_sampler": "curriculum learning's data sampler", "random_ltd": "random layerwise token dropping"}
-    held = [what for key, what in kinds.items() if first.fields.values.get(key) is not None]
-    return [f"the state of {what} is not read, and no conversion keeps it" for what in held]
+    kinds = ("compression_training", "quantize_training", "eigenvalue", "sparse_attention", "progressive_layer_drop")
+    blocks = {key: config.get(key) for key in (*kinds, "curriculum_learning")}
+    used = [key for key, block in blocks.items() if isinstance(block, dict) and block.get("enabled", bool(block))]
+    if not used:
+        return []
+    return [
+        f"the run used {', '.join(used)}: beside its configuration, buffers and the count of steps DeepSpeed saves no "
+        "state of that, and DeepSpeed 0.19.8 refuses the configuration"
+    ]
 
 
 def _is_weights_alone(whole: ModelPart) -> bool:

@@ -38,6 +38,16 @@ UNASSIGNED = "optimizer"
 """Name of the states in ``nonpartitionable`` if the names of the parameters are unknown."""
 SEVERAL_ORDERS = "the optimizer numbers its parameters, and several orders of names fit; weights are the model's own"
 """Remark if the names of the parameters are unknown."""
+COMPRESSION = {
+    "worker_error": "worker_error and server_error are the compression errors of the first rank, and DeepSpeed's load "
+    "resets them",
+    "momentum_accumulator": "0/1 Adam lets the weights of the ranks differ between synchronizations: the first rank's "
+    "are saved, and DeepSpeed's load resets momentum_accumulator",
+}
+"""Remarks on optimizers that compress their communication, by the name of a state.
+
+Source: DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py, lamb.py and zoadam.py (``step``, ``load_state_dict``).
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,8 +223,13 @@ def _read_optimizer(
         nonpartitionable=(*dict.fromkeys(odd), *states_of_no_parameter([optimizer.base]).nonpartitionable),
         unassigned=unassigned,
         guessed=frozenset(_guessed(optimizer, names, known, recorded)),
-        remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else [])),
+        remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else []), *_compression(optimizer)),
     )
+
+
+def _compression(optimizer: _Optimizer) -> list[str]:
+    kinds = {key for states in optimizer.states.values.values() if isinstance(states, dict) for key in states}
+    return [remark for key, remark in COMPRESSION.items() if key in kinds]
 
 
 def _parse(file: RankFile) -> _Optimizer | str:

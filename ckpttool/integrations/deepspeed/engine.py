@@ -10,6 +10,7 @@ runtime/bf16_optimizer.py (``clear_hp_grads``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ckpttool.model.batch import BatchSizes, equal_batch, fitting_numbers, saved
 from ckpttool.targets.zero.match import LiveModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpttool.model import Checkpoint
 
@@ -152,6 +153,60 @@ class LiveEngine:
         return persistent_buffers(self.engine.module)
 
 
+@contextlib.contextmanager
+def whole_layers(engine: Any) -> Iterator[None]:
+    """Context manager: take away the wrappers of layers that drop random tokens, as DeepSpeed saves names without them.
+
+    DeepSpeed itself loads those names only into an engine whose layers are not yet wrapped.
+
+    Source: DeepSpeed 0.19.8, runtime/data_pipeline/data_routing/helper.py (``convert_to_random_ltd``,
+    ``remove_random_ltd_state_dict``).
+    """
+    module: Any = getattr(engine, "module", None)
+    named = module.named_modules() if hasattr(module, "named_modules") and not _is_pipeline(module) else ()
+    wrappers = {name: m for name, m in named if type(m).__name__ == "RandomLayerTokenDrop"}
+
+    def replace(layers: dict[str, Any]) -> None:
+        for name, layer in layers.items():
+            above, _, own = name.rpartition(".")
+            module.get_submodule(above)._modules[own] = layer
+
+    replace({name: wrapper.random_ltd_layer for name, wrapper in wrappers.items()})
+    try:
+        yield
+    finally:
+        replace(wrappers)
+
+
+def parameters_on_nvme(live: LiveEngine) -> bool:
+    """Return whether the engine keeps parameters on NVMe: DeepSpeed saves such an engine, but cannot load into it.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage3.py (``_rigid_load_state_dict``: ``fp16_param.data`` of None).
+    """
+    return any(flat is None for flat in getattr(live.optimizer, "fp16_partitioned_groups_flat", ()))
+
+
+def check_loadable(live: LiveEngine) -> None:
+    """Check that DeepSpeed can load into an engine.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if parameters_on_nvme(live):
+        problem = f"has parameters on NVMe: DeepSpeed {version()} cannot load into it"
+        raise PlanError("the engine", problem, 'set "device" of offload_param to "cpu"')
+
+
+def data_sampler(engine: Any) -> Any:
+    """Return the sampler of an engine with curriculum learning; None without one.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_common_checkpoint_state``).
+    """
+    loader = getattr(engine, "training_dataloader", None)
+    learns = loader is not None and engine.curriculum_learning_enabled()
+    return getattr(loader, "data_sampler", None) if learns else None
+
+
 def inspect_engine(engine: Any) -> LiveEngine:
     """Inspect an engine.
 
@@ -183,7 +238,7 @@ def inspect_engine(engine: Any) -> LiveEngine:
             data_parallel=ranks,
             tensor_parallel=engine.mp_world_size // pipeline,
             pipeline_parallel=pipeline,
-            expert_parallel=_expert_parallel(engine),
+            expert_parallel=max(expert_sizes(engine), default=1),
         ),
         rank=rank,
         model_rank=int(engine.checkpoint_mp_rank),
@@ -301,16 +356,17 @@ def _is_pipeline(module: Any) -> bool:
     return any(c.__name__ == "PipelineModule" for c in type(module).__mro__)
 
 
-def _expert_parallel(engine: Any) -> int:
+def expert_sizes(engine: Any) -> set[int]:
+    """Return the expert-parallel sizes of the layers of experts; empty without such layers."""
     if not engine.has_moe_layers:
-        return 1
+        return set()
     from deepspeed.utils import groups
 
     # Not groups._get_max_expert_size_name(): it also returns groups of earlier engines.
     layers = [
         getattr(m, "ep_group_name", None) or getattr(m, "expert_group_name", None) for m in engine.module.modules()
     ]
-    return max(int(groups._get_expert_parallel_world_size(name)) for name in layers if name)
+    return {int(groups._get_expert_parallel_world_size(name)) for name in layers if name}
 
 
 def _size_and_rank(group: Any) -> tuple[int, int]:

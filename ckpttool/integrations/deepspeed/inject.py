@@ -22,7 +22,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
-from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, has_optimizer, version
+from ckpttool.formats.zero.module import DATA_KEYS
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, WHOLE, data_sampler, has_optimizer, version
 from ckpttool.integrations.deepspeed.load_native import base_state, native_files, own_experts
 from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
 
@@ -112,6 +113,7 @@ def hand_over(live: LiveEngine, prepared: NativeState | PlannedState, *, schedul
         if live.partitions_states:
             # BF16_Optimizer of a pipeline partitions at stage 0 too; else DeepSpeed passes it the model's file.
             replacements["zero_optimization"] = lambda: True
+        _prepare_data_states(live, prepared)
         kept = _set_aside(live, prepared)
         if live.stage == 3:
             # DeepSpeed rebuilds torch's Adagrad with its partitions, and its load adds them once more.
@@ -162,6 +164,21 @@ def _files(live: LiveEngine, prepared: NativeState | PlannedState) -> tuple[dict
             files |= {expert.file: partial(_expert_states, live, expert) for expert in experts}
             names += [expert.file for expert in experts]
     return files, names
+
+
+def _prepare_data_states(live: LiveEngine, prepared: NativeState | PlannedState) -> None:
+    """Take away absent states of data efficiency, which DeepSpeed would load, and the clusters of an earlier load.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_load_checkpoint``) and
+    runtime/data_pipeline/data_sampling/data_sampler.py (``load_state_dict`` adds clusters).
+    """
+    for content in prepared.contents():
+        for key in DATA_KEYS:
+            if isinstance(content, dict) and content.get(key, ()) is None:
+                del content[key]
+    sampler = data_sampler(live.engine)
+    if sampler is not None and "data_sampler" in prepared.checkpoint.data_states and hasattr(sampler, "data_clusters"):
+        sampler.data_clusters, sampler.data_cluster_sizes = [], []
 
 
 def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[tuple[int, str, Any]]:
@@ -320,9 +337,6 @@ def _model_states(live: LiveEngine, prepared: PlannedState) -> dict[str, Any]:
         # DeepSpeed gathers stacked experts: the values in the live module are not gathered.
         module = {name: value for name, value in module.items() if not _STACKED.fullmatch(name)}
     states["module"] = module
-    for key in ("random_ltd", "data_sampler"):
-        if states.get(key) is None:
-            states.pop(key, None)  # DeepSpeed loads it only if present
     fragments = states["frozen_param_fragments"]
     if fragments is not None and live.model is not None:
         parameters = live.parameters()

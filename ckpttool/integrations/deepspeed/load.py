@@ -17,11 +17,13 @@ from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
+    check_loadable,
     drop_gradients,
     inspect_engine,
     keeps_loss_scale,
     micro_batches,
     warn_of,
+    whole_layers,
 )
 from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
@@ -172,6 +174,11 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
+    with whole_layers(engine):
+        return _restore(engine, checkpoint, options, agree, ranks)
+
+
+def _restore(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree, ranks: Ranks) -> LoadReport:
     from ckpttool.integrations.deepspeed.live_state import check_provable, unprovable  # imports torch
 
     began = time.perf_counter()
@@ -182,6 +189,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
     error: BaseException | None = None
     try:
         live = inspect_engine(engine)
+        check_loadable(live)
         if options.prove:
             check_provable(live)
         prepared = prepare(live, checkpoint, options)

@@ -11,7 +11,7 @@ from ckpttool.errors import LayoutError, PlanError
 from ckpttool.execution.checks import checks_for, failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
-from ckpttool.integrations.deepspeed.engine import keeps_loss_scale, version
+from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scale, version
 from ckpttool.integrations.deepspeed.prepared import PlannedState, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
@@ -79,7 +79,8 @@ def shape_of(live: LiveEngine) -> Shape:
     """Return how the engine partitions its state over ranks; without ZeRO, as stage 1 on a single rank."""
     if not live.stage:
         return Shape(1, 1, live.sub_group_size, round_robin=False, dtype=live.dtype)
-    experts = live.topology.expert_parallel if live.engine.has_moe_layers else None
+    sizes = expert_sizes(live.engine)
+    experts = sizes.pop() if len(sizes) == 1 else None  # with several, the source must have the same
     return Shape(
         live.topology.data_parallel,
         live.stage,
@@ -119,10 +120,6 @@ def read_partitions(
         rank = live.rank if live.stage else 0
         plans.append(plan_rank(fitted.checkpoint, shape, rank, tag=checkpoint.tag, fresh=fitted.fresh))
         notes += zero_losses(fitted.checkpoint, shape) if live.engine.has_moe_layers else []
-    for name in ("random_ltd", "curriculum_learning"):
-        enabled = getattr(live.engine, f"{name}_enabled", None)
-        if enabled is not None and enabled() and not options.without_optimizer:
-            notes.append(f"the state of {name} is not restored")
     replica_plan, tensors = plan_replicas(fitted.checkpoint, _replicated(live, fitted))
     plans.append(replica_plan)
     total = replica_plan.files[0].nbytes

@@ -12,7 +12,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats.zero.experts import NATIVE
-from ckpttool.integrations.deepspeed.engine import has_optimizer
+from ckpttool.integrations.deepspeed.engine import expert_sizes, has_optimizer
 from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_native
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
@@ -220,6 +220,8 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
         )
     if live.topology != checkpoint.topology:
         return "was saved by other ranks"
+    if any(file.kind == "swapped" for file in checkpoint.files) and not live.engine.zero_nvme_offload_optimizer():
+        return "has optimizer states on NVMe, unlike the engine"
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, Mapping) else {}
     if live.stage < 3:
@@ -259,6 +261,14 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
             if model.shapes.get(name, shape) != shape:
                 problem = f"{name} has shape {list(shape)}, but {list(model.shapes[name])} in the model"
                 raise PlanError(checkpoint.location, problem, BUILD_ALIKE)
+        if len(expert_sizes(live.engine)) > 1:
+            both = [group.hyperparameters for group in checkpoint.groups], live.hyperparameters
+            saved, own = ([options.get("name") for options in each if options.get("moe")] for each in both)
+            if saved != own:
+                names, others = (", ".join(map(str, each)) for each in (saved, own))
+                alike = sorted(map(str, saved)) == sorted(map(str, own))
+                hint = "set PYTHONHASHSEED as in the saved run" if alike else "spread each layer over the same ranks"
+                raise PlanError(checkpoint.location, f"has groups of experts {names}, but the engine {others}", hint)
         if planned != ours:
             flat, actual = ([item for group in groups for item in group] for groups in (planned, ours))
             difference = next((b[0] for a, b in zip(flat, actual, strict=False) if a != b), "other groups")

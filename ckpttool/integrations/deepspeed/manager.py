@@ -248,7 +248,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
-        from ckpttool.integrations.deepspeed.engine import engine_batch
+        from ckpttool.integrations.deepspeed.engine import engine_batch, whole_layers
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
@@ -258,7 +258,8 @@ class CheckpointManager:
 
         def check() -> None:
             check_engine(engine)
-            live = known_engine(engine)
+            with whole_layers(engine):
+                live = known_engine(engine)
             inspected.append(live)
             requests.append(
                 Request(
@@ -305,28 +306,29 @@ class CheckpointManager:
                 LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
             request = replace(request, tag=first_tag)
         self._warn_of_gradients(engine, ranks)
-        captured = capture(
-            engine,
-            tag=request.tag,
-            client_state=client_state,
-            memory=self._host_memory(engine),
-            exclude_frozen=exclude_frozen,
-            scratch_root=self.root if self._storage is LOCAL else None,
-            own_files=own_files,
-        )
-        digests = _digests_of(
-            inspected[0],
-            captured,
-            ranks,
-            client_state,
-            rank_state,
-            exclude_frozen=exclude_frozen,
-            waits=not self.saves_in_background,
-        )
-        if self._checked is None or self._checked() is not engine:
-            self._check_restorable(
-                engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
+        with whole_layers(engine):
+            captured = capture(
+                engine,
+                tag=request.tag,
+                client_state=client_state,
+                memory=self._host_memory(engine),
+                exclude_frozen=exclude_frozen,
+                scratch_root=self.root if self._storage is LOCAL else None,
+                own_files=own_files,
             )
+            digests = _digests_of(
+                inspected[0],
+                captured,
+                ranks,
+                client_state,
+                rank_state,
+                exclude_frozen=exclude_frozen,
+                waits=not self.saves_in_background,
+            )
+            if self._checked is None or self._checked() is not engine:
+                self._check_restorable(
+                    engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
+                )
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, digests, began, None)
             if report.error is not None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import has_optimizer, inspect_engine
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine, parameters_on_nvme
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.torch.sampler import POSITION
 from ckpttool.messages import brief
 from ckpttool.saving.files import ArchiveFile
 from ckpttool.storage import LOCAL
@@ -60,16 +61,20 @@ def check_restorable(
         PlanError: They cannot be restored; the same on every rank.
     """
     own = None if captured.failed is not None else [_structure(file) for file in captured.files]
+    live = inspect_engine(engine)
+    experts = [group.get("name") for group in live.hyperparameters if group.get("moe")]
     complete: list[Any] = [None] * ranks.size
-    dist.all_gather_object(complete, own is not None)
-    if not all(complete):
+    dist.all_gather_object(complete, (own is not None, experts))
+    if not all(captures for captures, _ in complete):
         return
     everyone: list[Any] = [None] * ranks.size
     dist.gather_object(own, everyone if ranks.rank == 0 else None)
-    live = inspect_engine(engine)
-    if ranks.rank == 0 and (drives := _unsaved_optimizer(live)):
-        LOG.warning("%s: %s", directory, drives)
-    problem = _elastic_problem(live)
+    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)) if ranks.rank == 0 else ():
+        if lost:
+            LOG.warning("%s: %s", directory, lost)
+    # Source: DeepSpeed 0.19.8, moe/utils.py (``split_params_into_different_moe_groups_for_optimizer``: a set of names).
+    orders = "its groups of experts have another order than on other ranks: set PYTHONHASHSEED, the same on all ranks"
+    problem = _elastic_problem(live) or ("" if all(names == experts for _, names in complete) else orders)
 
     def check(problems: list[str]) -> None:
         """Check the files of all ranks on the first rank, because they are alike."""
@@ -128,6 +133,41 @@ def _unsaved_optimizer(live: LiveEngine) -> str:
                     f"{type(inner).__name__}: a restore would not restore them"
                 )
     return ""
+
+
+def _compression(live: LiveEngine) -> str:
+    """Return which states of an optimizer that compresses communication DeepSpeed does not save; "" for others.
+
+    Source: DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py, lamb.py and zoadam.py, which later releases lack.
+    """
+    inner = live.optimizer.optimizer if live.wrapper and has_optimizer(live.optimizer) else live.optimizer
+    if not hasattr(inner, "comm_backend_handle"):
+        return ""
+    kind = type(inner).__name__
+    lost = f"DeepSpeed saves the compression errors of {kind} on the first rank alone, and its load resets them"
+    return f"{lost}, and weights that differ between synchronizations" if kind == "ZeroOneAdam" else lost
+
+
+def _nvme(live: LiveEngine) -> str:
+    """Return that DeepSpeed cannot load into an engine with parameters on NVMe; "" for others."""
+    if not parameters_on_nvme(live):
+        return ""
+    return "DeepSpeed cannot load into an engine with parameters on NVMe: a restore needs them on the CPU"
+
+
+def _sampler(live: LiveEngine) -> str:
+    """Return why a resumed run would read other samples than curriculum learning's; "" if it reads the same.
+
+    Source: DeepSpeed 0.19.8, runtime/data_pipeline/data_sampling/data_sampler.py (``state_dict`` has numpy's global
+    generator, not ``np_rng``, which draws the samples).
+    """
+    sampler = data_sampler(live.engine)
+    if sampler is None or hasattr(sampler, POSITION):
+        return ""
+    return (
+        "the state of DeepSpeed's data sampler lacks the generator that draws the samples: a resumed run reads others; "
+        "save ckpttool.data.CurriculumPosition in client_state"
+    )
 
 
 def _elastic_problem(live: LiveEngine) -> str:

@@ -386,6 +386,10 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
     return count
 
 
+POSITION = "ckpttool_position"
+"""Attribute of a data sampler of DeepSpeed whose position is saved."""
+
+
 class CurriculumPosition:
     """The position of DeepSpeed's ``DeepSpeedDataSampler`` (curriculum learning), on any number of ranks.
 
@@ -403,6 +407,7 @@ class CurriculumPosition:
         self._sampler = sampler
         self._workers = workers
         self._warned = False
+        setattr(sampler, POSITION, self)
 
     def _why_not(self) -> str:
         if self._workers:
@@ -449,7 +454,8 @@ class CurriculumPosition:
             was, now = state["global_batch_size"], sampler.global_batch_size
             hint = "see ckpttool.resume_config for an equal one"
             raise PlanError(what, f"counts global batches of {was} samples, not of {now}", hint)
-        before = len(getattr(sampler, "data_clusters", ()))
+        if hasattr(sampler, "data_clusters"):  # the first rank's, which a restore may have loaded
+            sampler.data_clusters, sampler.data_cluster_sizes = [], []
         sampler.load_state_dict(
             {
                 "batch": list(state["batch"]),
@@ -463,7 +469,7 @@ class CurriculumPosition:
         )
         sampler.np_rng.bit_generator.state = state["generator"]
         for path, cluster, saved in zip(
-            state["data_cluster_paths"], getattr(sampler, "data_clusters", [])[before:], state["clusters"], strict=False
+            state["data_cluster_paths"], getattr(sampler, "data_clusters", []), state["clusters"], strict=False
         ):
             if crc32(cluster[0].tobytes()) != saved:
                 problem = f"names the cluster {brief(path)}, which was shuffled again after the save"

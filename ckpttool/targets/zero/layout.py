@@ -93,6 +93,10 @@ def shape_for(
     if dtype is not None and dtype != checkpoint.dtype and checkpoint.groups and not checkpoint.masters_alone:
         problem = f"was trained in {checkpoint.dtype}: its 16-bit copies and loss scale have that dtype"
         raise PlanError(checkpoint.location, problem, "leave out dtype, which is for weights-only sources", ("dtype",))
+    sizes = {layer.parallel for layer in TargetExperts(checkpoint, ranks).layers} if expert_parallel else set()
+    if len(sizes) > 1:
+        problem = f"spreads its experts over {' and '.join(map(str, sorted(sizes)))} ranks, in groups of their own"
+        raise PlanError(checkpoint.location, problem, "leave out expert_parallel", ("expert_parallel",))
     return Shape(ranks, stage, size, round_robin, dtype or checkpoint.dtype, expert_parallel)
 
 

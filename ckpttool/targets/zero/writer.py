@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.containers.values import Opaque, OrderedDict, Size, TensorRef, TorchDType, walk
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
+from ckpttool.formats.zero.module import DATA_KEYS
 from ckpttool.model import MASTER
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks
@@ -156,8 +157,7 @@ class ModelFiles:
             "shared_params": dict(checkpoint.aliases) if rank == 0 else {},
             "frozen_param_fragments": self._frozen(file, frozen, module, rank) if lists_frozen else None,
             "lr_scheduler": copy_embedded(file, checkpoint, checkpoint.scheduler),
-            "data_sampler": None,
-            "random_ltd": None,
+            **{key: copy_embedded(file, checkpoint, checkpoint.data_states.get(key)) for key in DATA_KEYS},
             **step,
             "dp_world_size": self._groups.shape.ranks,
             "mp_world_size": 1,
