@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXPONENTS = 2048
 """Exponents of a double."""
 CHUNK_ELEMENTS = 1 << 17
-"""Elements that are reduced at once: they stay in the cache."""
+"""Elements that are reduced at once: they fit into the cache."""
 
 
 @dataclass(frozen=True, slots=True)

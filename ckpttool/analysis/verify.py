@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance, Progress
 
 PIECE_BYTES = 1 << 19
-"""Bytes read at once: they stay in the cache while they are hashed and searched for NaN."""
+"""Bytes read, hashed and searched for NaN at once: they fit into the cache."""
 CHUNK_BYTES = 1 << 22
 """Bytes read at once to count NaN."""
 
@@ -283,7 +283,7 @@ class _Floats:
 
 
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80 << 16, "F64": 0x7FF0 << 48}
-"""Bits of positive infinity; those of positive NaN are larger numbers."""
+"""Bits of positive infinity; the bits of positive NaN are larger numbers."""
 
 
 def _is_finite(data: memoryview, dtype: str) -> bool:

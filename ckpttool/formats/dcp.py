@@ -365,7 +365,7 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         ranks = max(ranks, len(files) - first)
     if not entries.contained:  # a state dict without a key of its own, beside others
         entries.beside = {name: True for name, nested in entries.beside.items() if nested}
-    if len(entries.beside) == len(entries.weights):  # under another key than a model's: nothing tells them apart
+    if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike
         entries.beside = {}
     path = posixpath.join(location.directory, files[-1].name)
     if entries.states and not entries.weights:

@@ -49,8 +49,8 @@ class StateDict:
     weights: dict[str, State] = field(default_factory=dict)
     """Parameters and buffers."""
     beside: dict[str, bool] = field(default_factory=dict)
-    """Tensors among them that are not in the model's state dict, such as those of a data loader; whether they are
-    nested in another one."""
+    """Tensors among them that are not in the model's state dict, such as the states of a data loader; whether they
+    are nested in another one."""
     contained: bool = False
     """Whether the model's state dict has a key of its own."""
     states: dict[str, dict[str, State]] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def _check_names(saved: StateDigest, live: _Live, checkpoint: Checkpoint) -> Non
 def _with_buffers(live: _Live, saved: StateDigest, result: Comparison) -> StateDigest:
     """Return the live state in which a buffer that differs between ranks has the saved value, if a rank has it.
 
-    Ranks may have their own statistics, of which a save keeps one rank's.
+    Ranks may have their own statistics; a save keeps the statistics of one rank.
     """
     weights = saved.tensors.get(WEIGHTS, {})
     kept: dict[str, TensorDigest] = {}
@@ -179,14 +179,14 @@ def _with_buffers(live: _Live, saved: StateDigest, result: Comparison) -> StateD
     for name, values in live.buffers.items():
         lacking = tuple(sorted(set(range(live.ranks)) - values.keys()))
         if lacking:
-            odd.setdefault(("which ranks {} do not have", lacking), []).append(name)
+            odd.setdefault(("missing on ranks", lacking), []).append(name)
         if name in weights and weights[name].value in values.values():
             kept[name] = weights[name]
             others = tuple(sorted(rank for rank, value in values.items() if value != weights[name].value))
-            odd.setdefault(("of which ranks {} have other values", others), []).append(name)
+            odd.setdefault(("other values on ranks", others), []).append(name)
     for (what, own), names in odd.items():
         if own:
-            result.notes.append(f"{', '.join(sorted(names))}, {what.format(', '.join(map(str, own)))}")
+            result.notes.append(f"{', '.join(sorted(names))} ({what} {', '.join(map(str, own))})")
     everything = live.all.tensors
     return replace(live.all, tensors={**everything, WEIGHTS: {**everything.get(WEIGHTS, {}), **kept}})
 
@@ -350,7 +350,7 @@ def _one_sided_options(
 
 
 def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, recorded: bool) -> dict[str, str]:
-    """Return the saved values that are compared: counters, scheduler, loss scale and what a load returns.
+    """Return the saved values that are compared: counters, scheduler, loss scale, client state and rank state.
 
     Wrappers without ZeRO have fewer numbers of a loss scaler than files.
     """

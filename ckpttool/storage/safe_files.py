@@ -93,7 +93,7 @@ class Directory:
             FileExistsError: The name exists.
             OSError: The file cannot be created.
         """
-        with contextlib.suppress(FileNotFoundError):  # most files lie in a directory that exists
+        with contextlib.suppress(FileNotFoundError):  # most directories exist
             return os.open(name, CREATE, mode, dir_fd=self.fd)
         for at, character in enumerate(name):
             if character == "/":

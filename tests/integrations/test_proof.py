@@ -381,13 +381,10 @@ def test_statistics_that_differ_between_ranks(tmp_path: Path) -> None:
     for ranks in each_on_ranks(_statistics_of_ranks, jobs, tmp_path).values():
         last = len(ranks) - 1
         for saved, loaded, faulty, *mismatches in ranks:
-            assert "not compared: running_mean, of which ranks " in saved
-            assert saved.endswith(" have other values")
+            assert "not compared: running_mean (other values on ranks " in saved
             assert "not compared" not in loaded
-            assert faulty.endswith(
-                f"not compared: running_mean, of which ranks 0 have other values; running_var, which ranks {last} do "
-                "not have"
-            )
+            other = f"running_mean (other values on ranks 0); running_var (missing on ranks {last})"
+            assert faulty.endswith(f"not compared: {other}")
             assert [text.partition(" has ")[0] for text in mismatches] == ["weights of running_mean"]
 
 

@@ -262,7 +262,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
     """Add the tensors of an optimizer to ``pieces``; return its other facts, by their names in ``RankFacts``.
 
     Raises:
-        ArgumentError: It has none of the model's parameters.
+        ArgumentError: It has no parameter of the model.
     """
     numbers: dict[str, dict[str, float]] = {}
     unproven: dict[str, str] = {}
