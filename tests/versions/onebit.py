@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-STEPS = 6
+STEPS = 3
 RESET = {"worker_error", "server_error", "momentum_accumulator"}
 
 
