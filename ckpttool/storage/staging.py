@@ -284,9 +284,11 @@ def staged(
                     _commit(directory, out, replaces, last, mode, overwrite=overwrite)
             finally:
                 if not keep and _is_at(directory.path, directory.fd):  # not after the rename
-                    with contextlib.suppress(OSError):
-                        _recover(directory, out)
-                        _remove(directory)
+                    try:
+                        _remove_staging(directory, out)
+                    except BaseException:  # interrupted: each step can be repeated
+                        _remove_staging(directory, out)
+                        raise
     except BaseException:
         _remove_empty(os.path.dirname(out), existing)
         raise
@@ -309,6 +311,13 @@ def _remove(directory: Directory) -> None:
     for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
         directory.remove(name)
     os.rmdir(directory.path)
+
+
+def _remove_staging(directory: Directory, out: str) -> None:
+    """Move back files of an interrupted commit, and remove the staging directory."""
+    with contextlib.suppress(OSError):
+        _recover(directory, out)
+        _remove(directory)
 
 
 def _remove_empty(path: str, existing: str) -> None:

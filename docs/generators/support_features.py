@@ -79,7 +79,7 @@ FEATURES = (
     Feature(
         "NVMe offload of the optimizer (`offloaded_tensors`)",
         "states, read from the swap files",
-        ("zero3-dp2-bf16-nvme",),
+        ("zero3-dp2-bf16-nvme", "zero3-dp2-bf16-nvme-parameters"),
     ),
     Feature(
         "ZeRO++ hpZ; MiCS (DeepSpeed up to 0.19.7)",

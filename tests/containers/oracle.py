@@ -79,6 +79,11 @@ class _Comparison:
                 self.same(a, b, f"{at}[{i}]")
         elif type(theirs) in {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset}:
             assert (type(ours), repr(ours)) == (type(theirs), repr(theirs)) or ours == theirs, at
+        elif isinstance(theirs, np.generic):
+            assert (ours.qualified_name, ours.args[1]) == ("numpy._core.multiarray.scalar", theirs.tobytes()), at
+        elif isinstance(theirs, np.ndarray):
+            assert ours.qualified_name == "numpy._core.multiarray._reconstruct", at
+            assert (ours.state[1], ours.state[4]) == (theirs.shape, theirs.tobytes()), at
         else:
             self.same_object(theirs, ours, at)
 

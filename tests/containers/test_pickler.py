@@ -57,6 +57,9 @@ def write_back(source: str, target: str, *, checksums: bool = True) -> torch_zip
 SAFE = [ZeroStageEnum, DynamicLossScaler, LossScaler, SubparamShape, fragment_address]
 # Some Pythons pickle an enum's member by name: getattr(ZeroStageEnum, "gradients").
 SAFE.append(getattr)
+# The states of data samplers have numbers and arrays of numpy.
+SAFE += [np._core.multiarray.scalar, np._core.multiarray._reconstruct, np.ndarray, np.dtype]
+SAFE += [type(np.dtype(kind)) for kind in ("i8", "u4")]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -717,7 +717,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
     if not opener.errors and not opener.location.trust_names and (error := copied(opener.storage, optimizer)):
         opener.report(error)
     stage = configured_stage(model, stage)
-    experts = _experts(opener, named, model[0])
+    experts = _experts(opener, named, model[0] if model else None)
     swapped = tuple(opener.swapped(r) for r in range(ranks)) if stage == 3 else ()
     return ZeroFiles(opener.location, stage, model_rank, model, optimizer, experts, swapped=swapped)
 
@@ -756,12 +756,12 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     return ZeroFiles(opener.location, 0, model_rank, [file], [], _experts(opener, named, file), opened)
 
 
-def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile) -> tuple[ExpertFile, ...]:
+def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile | None) -> tuple[ExpertFile, ...]:
     """Open the files of experts.
 
     Source: DeepSpeed 0.19.8, runtime/engine.py (``num_experts``: a list with the number of experts of each layer).
     """
-    recorded = model.fields.values.get("num_experts")
+    recorded = None if model is None else model.fields.values.get("num_experts")
     recorded = recorded if isinstance(recorded, list) else []
     names = sorted((p for p in named if p.kind == "expert"), key=lambda p: (p.layer, p.expert))
     numbers: dict[int, list[int]] = {}
