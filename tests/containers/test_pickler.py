@@ -7,6 +7,7 @@ import collections
 import datetime
 import enum
 import functools
+import importlib
 import os
 import pathlib
 import zipfile
@@ -58,7 +59,8 @@ SAFE = [ZeroStageEnum, DynamicLossScaler, LossScaler, SubparamShape, fragment_ad
 # Some Pythons pickle an enum's member by name: getattr(ZeroStageEnum, "gradients").
 SAFE.append(getattr)
 # The states of data samplers have numbers and arrays of numpy.
-SAFE += [np._core.multiarray.scalar, np._core.multiarray._reconstruct, np.ndarray, np.dtype]
+_multiarray = importlib.import_module("numpy._core.multiarray")
+SAFE += [_multiarray.scalar, _multiarray._reconstruct, np.ndarray, np.dtype]
 SAFE += [type(np.dtype(kind)) for kind in ("i8", "u4")]
 
 
