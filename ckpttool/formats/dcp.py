@@ -363,7 +363,7 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
-    if not entries.contained:  # a state dict without a key of its own, beside others
+    if not entries.contained:  # the model's tensors have no common key
         entries.beside = {name: True for name, nested in entries.beside.items() if nested}
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike
         entries.beside = {}

@@ -49,10 +49,10 @@ class StateDict:
     weights: dict[str, State] = field(default_factory=dict)
     """Parameters and buffers."""
     beside: dict[str, bool] = field(default_factory=dict)
-    """Tensors among them that are not in the model's state dict, such as the states of a data loader; whether they
-    are nested in another one."""
+    """Tensors among them that are not in the model's state dict, such as the state of a data loader; the value is True
+    for a tensor in another nested dict."""
     contained: bool = False
-    """Whether the model's state dict has a key of its own."""
+    """True if the model's state dict is stored under a key, such as "model"."""
     states: dict[str, dict[str, State]] = field(default_factory=dict)
     """The optimizer's states of each parameter."""
     numbers: dict[str, dict[str, ScalarState]] = field(default_factory=dict)

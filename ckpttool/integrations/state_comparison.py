@@ -122,7 +122,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         result.notes.append(f"the optimizer states of {len(frozen):,} parameters that are frozen now")
     beside = [n for n in saved.tensors.get(WEIGHTS, {}) if n in checkpoint.beside and n not in live.names]
     if beside:
-        result.notes.append(f"{len(beside):,} tensors that are saved beside the model, such as {beside[0]}")
+        result.notes.append(f"{_tensors_of(beside)} saved beside the model, such as {beside[0]}")
     if not live.trains and not scope.weights_only and saved.group_of:
         result.notes.append("the optimizer's states, because no optimizer was passed")
     if live.others:
@@ -226,6 +226,10 @@ def _prefixes(keys: Sequence[str], items: Iterable[str]) -> list[str]:
     """Return the paths under which an item has one of the keys: the count of epochs, which most schedulers have."""
     key = next((key for key in keys if key.endswith("last_epoch")), next(iter(keys), ""))
     return [name.removesuffix(key) for name in items if key and name.endswith(f".{key}")]
+
+
+def _tensors_of(names: Sequence[str]) -> str:
+    return f"{len(names):,} tensor{'s' * (len(names) != 1)}"
 
 
 def _kind(name: str) -> str:
@@ -406,4 +410,4 @@ def _uncovered(comparable: StateDigest, rounded: Mapping[str, TensorDigest], liv
     held |= {live.aliases[name] for name in held if name in live.aliases} | scope.without_names
     names = dict.fromkeys(name for key in (WEIGHTS, MODULE) for name in live.own.tensors.get(key, ()))
     lacking = [name for name in names if name not in held]
-    return [f"{len(lacking):,} tensors of the model, such as {lacking[0]}"] if lacking else []
+    return [f"{_tensors_of(lacking)} of the model, such as {lacking[0]}"] if lacking else []

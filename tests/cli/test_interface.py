@@ -206,7 +206,7 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     printing |= {"part", "ray_address"}  # further values of SRC and --ray
     function = python_inspect.signature(getattr(api, name)).parameters
     command = {p.name for p in _command(name).params}
-    decided = {"extract": "framework", "stats": "magnitudes"}  # by what is printed
+    decided = {"extract": "framework", "stats": "magnitudes"}  # the form of the output decides
     assert command - printing == set(function) - {"progress", decided.get(name)}
     for option in _command(name).params:
         if isinstance(option, click.Option) and option.name not in printing:

@@ -84,7 +84,7 @@ def _do(job: dict[str, Any]) -> dict[str, Any]:
 
 
 Facts = dict[str, list[dict[str, Any]]]
-"""What each rank found, by job."""
+"""Results of each rank, by job."""
 
 
 @pytest.fixture(scope="module")

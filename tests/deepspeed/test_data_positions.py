@@ -169,7 +169,7 @@ def _curriculum(job: dict[str, Any]) -> dict[str, Any]:
 
 
 Facts = dict[str, list[dict[str, Any]]]
-"""What each rank found, by job."""
+"""Results of each rank, by job."""
 
 
 @pytest.fixture(scope="module")

@@ -239,7 +239,7 @@ def _refuse(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 Facts = dict[str, list[dict[str, Any]]]
-"""What each rank found, by job."""
+"""Results of each rank, by job."""
 
 
 @pytest.fixture(scope="module")

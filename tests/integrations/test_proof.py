@@ -262,7 +262,7 @@ def test_a_scheduler_and_tensors_beside_the_model_in_a_distributed_checkpoint(tm
     proof = ckpttool.prove(run.net, tmp_path / "a", optimizer=run.optimizer, scheduler=run.scheduler)
     assert proof.states == ("weights", "exp_avg", "exp_avg_sq", "step", "hyper-parameters", "scheduler")
     assert proof.unproven == (
-        "1 tensors that are saved beside the model, such as loader.generator",
+        "1 tensor saved beside the model, such as loader.generator",
         "the client state, such as loader.position: the save recorded no digests",
     )
     run.scheduler.last_epoch += 1
@@ -391,8 +391,8 @@ def test_statistics_that_differ_between_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "told"),
     [
-        ({"model": "weights", "rng": "tensor"}, "1 tensors that are saved beside the model, such as rng"),
-        ({"model": "weights", "ema": "weights"}, "that are saved beside the model, such as ema.0.weight"),
+        ({"model": "weights", "rng": "tensor"}, "1 tensor saved beside the model, such as rng"),
+        ({"model": "weights", "ema": "weights"}, "tensors saved beside the model, such as ema.0.weight"),
         ({"net": "weights"}, "has weights of other names, such as net.0."),
         ({"net": "weights", "ema": "weights"}, "has weights of other names, such as "),
     ],
