@@ -382,8 +382,9 @@ def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
     with contextlib.ExitStack() as stack:
         with translate_os_errors(path):
             os.mkdir(path, 0o700)
-            stack.callback(_remove_empty, path, above)  # keeps it if it has the marker
             new = found = stack.enter_context(_lock(path, out))
+            # Removes it while it is locked, so that no other run locks it just before. Keeps it if it has the marker.
+            stack.callback(_remove_empty, path, above)
             leftovers = [left for left in _leftovers(out, os.fstat(new.fd)) if left != path]
         for left in leftovers:
             with translate_os_errors(left):

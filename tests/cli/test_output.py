@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from ckpttool.api.options import Options
 from ckpttool.errors import StorageError
 from ckpttool.storage import MARK, open_storage
 from ckpttool.storage.safe_files import MOVE
+from ckpttool.storage.staging import staged
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, leftover, remains
 from tests.truth import read_safetensors, source, truth
@@ -184,6 +187,24 @@ def test_of_several_runs_at_once_at_most_one_writes_the_output(tmp_path: Path) -
     for error in filter(None, errors):
         assert "another run is writing it" in error or "is not empty" in error
     assert remains(tmp_path) == (["out", "out/model.safetensors"] if out.exists() else [])
+
+
+def _stage_often(out: str) -> set[str]:
+    problems = set()
+    for _ in range(1000):
+        try:
+            with staged(out, overwrite=True, replaces=lambda _: True) as directory:
+                os.close(directory.create("file"))
+        except StorageError as error:
+            problems.add(error.problem)
+    return problems
+
+
+def test_runs_that_create_and_remove_staging_directories_name_each_other(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
+        assert set().union(*pool.map(_stage_often, [out] * 4)) == {"another run is writing it"}
+    assert remains(tmp_path) == ["out", "out/file"]
 
 
 # ------------------------------------------------------------------------------------------------- overwriting
