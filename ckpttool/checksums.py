@@ -130,6 +130,10 @@ class Records(Sequence[Record]):
         for name, (start, end, crc) in zip(self.names, _PLACE.iter_unpack(self._places), strict=True):
             yield Record(name, ByteRange(start, end), crc)
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of each payload."""
+        return [end - start for start, end, _ in _PLACE.iter_unpack(self._places)]
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 

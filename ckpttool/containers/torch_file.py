@@ -232,7 +232,7 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
         lacking = next(key for key, n in places.items() if n < 0)
         raise ContainerError(reader.path, f"storage {brief(lacking)} is missing", _HINT)
     storages = _Storages(records, places)
-    lengths = [record.where.nbytes for record in records]
+    lengths = records.sizes()
     for (key, nbytes), n in zip(saved.nbytes.items(), places.values(), strict=True):
         if lengths[n] != nbytes:
             problem = f"storage {brief(key)} is {lengths[n]} bytes long, but {nbytes} were saved"

@@ -111,10 +111,8 @@ class _Directory(NamedTuple):
     crcs: list[int]
     described: list[bool]
     """Whether a data descriptor, 16 bytes or 24, follows the payload."""
-
-    def least_start(self, n: int) -> int:
-        """First byte of a payload if its local header has no extra field."""
-        return self.headers[n] + _LOCAL.size + len(self.raw_names[n])
+    least_starts: list[int]
+    """First byte of each payload if its local header has no extra field."""
 
 
 def _refuse(reader: RangeReader, names: list[str], bad: list[bool], problem: str, hint: str) -> None:
@@ -133,7 +131,8 @@ def _payload_starts(reader: RangeReader, entries: _Directory, which: list[int]) 
             groups.append([])
         groups[-1].append(n)
         last = headers[n]
-    spans = [ByteRange(headers[group[0]], max(map(entries.least_start, group))) for group in groups]
+    ends = [max(entries.least_starts[n] for n in group) for group in groups]
+    spans = [ByteRange(headers[group[0]], end) for group, end in zip(groups, ends, strict=True)]
     starts: dict[int, int] = {}
     for group, span, data in zip(groups, spans, reader.read_many(spans), strict=True):
         for n in group:
@@ -162,7 +161,7 @@ def _inferred_starts(entries: _Directory, end: int) -> dict[int, int]:
         fits = [
             at
             for at in (e - entries.sizes[n] for e in ends)
-            if at % ALIGNMENT == 0 and 0 <= at - entries.least_start(n) < ALIGNMENT + _MAX_EXTRA
+            if at % ALIGNMENT == 0 and 0 <= at - entries.least_starts[n] < ALIGNMENT + _MAX_EXTRA
         ]
         if len(fits) == 1 and entries.headers[n] > 0:
             starts[n] = fits[0]
@@ -272,10 +271,9 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Dire
     _refuse(reader, names, packs, "is compressed or encrypted", _FOREIGN_HINT)
     leaves = [name.startswith("/") or (".." in name and ".." in name.split("/")) for name in names]
     _refuse(reader, names, leaves, "points outside the archive", _FOREIGN_HINT)
-    entries = _Directory(names, raw_names, headers, sizes, crcs, [flag & _DESCRIBED != 0 for flag in flags])
-    outside = [entries.least_start(n) > where.start for n in range(len(names))]
-    _refuse(reader, names, outside, "is outside the file", _DAMAGED_HINT)
-    return entries
+    least = [header + _LOCAL.size + len(name) for header, name in zip(headers, raw_names, strict=True)]
+    _refuse(reader, names, [start > where.start for start in least], "is outside the file", _DAMAGED_HINT)
+    return _Directory(names, raw_names, headers, sizes, crcs, [flag & _DESCRIBED != 0 for flag in flags], least)
 
 
 def _zip64_sizes(reader: RangeReader, extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
