@@ -98,7 +98,7 @@ def run_once(command: Command) -> Usage:
     if command.reads is not None:
         _read(command.reads)
     if not TRIAL:
-        _touch_free_memory()
+        touch_free_memory()
     wall = cpu = peak = 0.0
     for step in command.steps:
         began = time.perf_counter()
@@ -173,7 +173,7 @@ def _read(directory: Path) -> None:
                     pass
 
 
-def _touch_free_memory() -> None:
+def touch_free_memory() -> None:
     """Make a virtual machine's host back the memory that files will be kept in.
 
     Getting a page back from the host takes many times longer than a copy into it, and would slow down the first command
