@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ckpttool.integrations.torch.memory import HUGE_PAGE, populated
 from ckpttool.saving.files import HostPayload
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 ALIGNMENT = 64
 """Alignment in bytes of tensors that are copied to the host."""
-HUGE_PAGE = 1 << 21
 PORTABLE = 1
 """Source: CUDA's runtime API, ``cudaHostRegisterPortable``: pinned for every GPU of the process."""
 
@@ -130,10 +130,9 @@ def _copy(target: Any, source: Any) -> None:
 
 def _mapped(nbytes: int) -> Any:
     """Allocate memory on huge pages: faster to touch first and to pin."""
-    block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
-    with contextlib.suppress(OSError, AttributeError):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no huge pages by default
+    block = mmap.mmap(-1, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, flags=flags)
+    return populated(torch.frombuffer(block, dtype=torch.uint8))
 
 
 def _pinned(nbytes: int) -> tuple[str, Any]:

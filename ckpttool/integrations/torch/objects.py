@@ -23,6 +23,7 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, walk
 from ckpttool.dtypes import DTYPES, numpy_dtype
 from ckpttool.errors import CkptError, ContainerError, PlanError
+from ckpttool.integrations.torch.memory import empty
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -245,14 +246,12 @@ class _Builder:
 
     def _storage(self, ref: StorageRef) -> Any:
         """Return the bytes of a storage, in memory."""
-        import torch
-
         assert self._read is not None  # noqa: S101  (``_tensor`` and ``_typed_storage`` look)
         assert self._file is not None  # noqa: S101
         held = self._storages.get(ref.key)
         if held is None:
             where = self._read.storages[ref.key]
-            held = torch.empty(where.nbytes, dtype=torch.uint8)
+            held = empty(where.nbytes)
             if where.nbytes:
                 self._file.seek(where.start)
                 self._file.readinto(memoryview(held.numpy()))

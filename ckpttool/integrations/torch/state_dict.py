@@ -15,6 +15,7 @@ from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import open_checkpoint, opening_options
+from ckpttool.integrations.torch.memory import empty
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
@@ -200,7 +201,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         import torch
 
         dtype = DTYPES[weight.dtype]
-        tensor = torch.empty(weight.state.shape, dtype=getattr(torch, dtype.torch))
+        tensor = empty(weight.nbytes).view(getattr(torch, dtype.torch)).view(weight.state.shape)
         copies, gathers = self._builder.copies([Placement(weight.state, weight.dtype, 0)])
         file = TargetFile("tensor", weight.nbytes, (), copies, gathers)
         plan = CopyPlan(self._builder.sources, self._builder.casts, (file,))

@@ -1,0 +1,41 @@
+"""Host memory on huge pages: to touch memory page by page takes longer than to read a file from the page cache into it.
+
+Source: Linux, madvise(2): ``MADV_HUGEPAGE``, and ``MADV_POPULATE_WRITE`` since Linux 5.14.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HUGE_PAGE = 1 << 21
+_POPULATE_WRITE = 23
+
+
+def empty(nbytes: int) -> Any:
+    """Return uninitialised bytes, a 1-D tensor of uint8 on the CPU that is about to be written as a whole."""
+    import torch
+
+    return populated(torch.empty(nbytes, dtype=torch.uint8))
+
+
+def populated(tensor: Any) -> Any:
+    """Allocate the pages of a new 1-D tensor of uint8 on the CPU at once; systems that cannot do so allocate later."""
+    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    end = (tensor.data_ptr() + tensor.numel()) // HUGE_PAGE * HUGE_PAGE
+    advise = _madvise()
+    if start < end and advise is not None:
+        for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+    return tensor
+
+
+@cache
+def _madvise() -> Callable[..., int] | None:
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
+    return found if hasattr(mmap, "MADV_HUGEPAGE") else None
