@@ -1,6 +1,7 @@
 """Measure CheckpointManager.save against ``engine.save_checkpoint``, inside one train loop of real DeepSpeed.
 
     python benchmarks/save.py [--ranks 1 2] [--stages 2 3] [--parameters 100] [--runs 5] [--rounds 8]
+                              [--blocking]
 
 * Synchronous: both save the same engine in turn. DeepSpeed leaves the bytes in the page cache; ours are on the disk,
 hashed, when the call returns. So DeepSpeed's is also measured with a sync of its files after it.
@@ -14,6 +15,7 @@ Quote the ratios: the seconds are this machine's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -31,21 +33,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--parameters", type=float, default=100, help="millions")
+    parser.add_argument("--parameters", type=float, nargs="+", default=[100], help="millions")
+    parser.add_argument("--blocking", action="store_true", help="measure no saves in the background")
     parser.add_argument("--width", type=int, default=4096, help="of a layer, as in a model of 7 thousand million")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=8, help="saves during which steps are timed (default: 8)")
     options = parser.parse_args()
     DATA.mkdir(parents=True, exist_ok=True)
-    for stage in options.stages:
+    for stage, millions in itertools.product(options.stages, options.parameters):
         for ranks in options.ranks:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
             given = {
                 "stage": stage,
-                "parameters": int(options.parameters * 10**6),
+                "parameters": int(millions * 10**6),
                 "runs": options.runs,
                 "rounds": options.rounds,
-                "width": options.width,
+                "width": min(options.width, int((millions * 10**6) ** 0.5)),
+                "blocking": options.blocking,
             }
             environment = {
                 **os.environ,
@@ -64,7 +68,7 @@ def main() -> None:
             )
             if done.returncode:
                 raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-            print(f"\n=== ZeRO-{stage}, {ranks} ranks, {options.parameters:g}M parameters ===")
+            print(f"\n=== ZeRO-{stage}, {ranks} ranks, {millions:g}M parameters ===")
             print(done.stdout[done.stdout.index("::") + 2 :].strip(), flush=True)
     shutil.rmtree(DATA, ignore_errors=True)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import deepspeed
@@ -158,6 +158,13 @@ def say_steps(quiet: list[float], busy: list[float]) -> None:
     say(f"  medians: {statistics.median(quiet):.3f} s and {statistics.median(busy):.3f} s")
 
 
+def end() -> NoReturn:
+    """End the process when all ranks have come here."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main(given: dict[str, Any], data: Path) -> None:
     """Measure everything."""
     engine = build(given["stage"], given["parameters"], given["width"])
@@ -211,6 +218,8 @@ def main(given: dict[str, Any], data: Path) -> None:
     for name, seconds in taken.items():
         say(f"  {name:36}{seconds:8.3f} s  {seconds / taken['manager.save']:6.2f}x of manager.save")
 
+    if given["blocking"]:
+        end()
     asynchronous = ckpttool.CheckpointManager(data / "async", on_save=reports.append, async_save=True)
 
     def background() -> None:
@@ -258,9 +267,7 @@ def main(given: dict[str, Any], data: Path) -> None:
         say("too few steps ran during a save: take more parameters")
     else:
         say_steps(quiet, busy)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    end()
 
 
 if __name__ == "__main__":
