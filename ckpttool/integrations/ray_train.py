@@ -18,7 +18,6 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import numbers
@@ -196,14 +195,6 @@ class RayTrainCheckpoints:
             self._last = last_commit(self._storage, self._root)
         return self._last
 
-    def _remember(self, directory: str) -> None:
-        """Record this commit as the parent of the next one, before Ray may remove it."""
-        self._last = None
-        with contextlib.suppress(CkptError):  # a later search finds it
-            self._storage.refresh([])
-            manifest = read_manifest(self._storage, directory)
-            self._last = manifest.attempt, manifest.number
-
     def finish(self) -> None:
         """Wait for the save in the background, and report it to Ray Train; on every worker.
 
@@ -215,8 +206,7 @@ class RayTrainCheckpoints:
         if pending is not None:
             name, metrics = pending
             self._whole.add(name)
-            if self._ranks.rank == 0 and self.last_save is not None:
-                self._remember(self.last_save.path)
+            self._last = self._manager.committed  # Ray may remove it before the next commit
             self._report(name, metrics)
             self._collect()
 

@@ -63,10 +63,10 @@ class Claim:
         storage, directory = self._storage, self.directory
         if is_linked(storage, self._root, directory):
             raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
-        if not storage.is_dir(directory):
-            if storage.exists(directory):
-                raise StorageError(directory, "exists and is not a directory", "move it, or choose another tag")
+        if not storage.exists(directory):
             return "free"
+        if not storage.is_dir(directory):
+            raise StorageError(directory, "exists and is not a directory", "move it, or choose another tag")
         if not storage.listing(directory):
             return "free"
         if is_unfinished(storage, directory):
@@ -117,7 +117,7 @@ class Claim:
         self.attempt = attempt
         end = time.monotonic() + SEEN_WITHIN
         while True:
-            self._storage.refresh([self._marker])
+            self._storage.refresh([])
             try:
                 if attempt in (find_text(self._storage, self._marker) or ""):
                     return
@@ -246,12 +246,16 @@ class Claim:
         if self._storage.exists(self.directory):
             self._storage.remove_tree(self.directory)
 
+    def _has_replaced(self) -> bool:
+        # Remote storages cannot rename, so that they have none to look for.
+        return not self._storage.remote and self._storage.exists(self._replaced)
+
     def _restore_replaced(self) -> None:
-        if self._storage.exists(self._replaced):
+        if self._has_replaced():
             self._storage.rename(self._replaced, self.directory)
 
     def _remove_replaced(self) -> None:
-        if self._storage.exists(self._replaced):
+        if self._has_replaced():
             self._storage.remove_tree(self._replaced)
 
 

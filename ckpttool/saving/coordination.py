@@ -17,6 +17,8 @@ LOG = logging.getLogger(__name__)
 SHORTEST_PAUSE = 0.001
 """Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
+PAUSE_GROWTH = 1.15
+"""A pause is a seventh of the time waited so far."""
 """Maximum seconds between two queries of the store; many ranks query one server."""
 DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
@@ -200,7 +202,7 @@ class Ranks:
             if time.monotonic() >= end:
                 return False
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE)
         return True
 
 

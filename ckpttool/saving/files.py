@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
 from ckpttool.commit.marks import TAKEN, TakenError
+from ckpttool.concurrency import in_threads
 from ckpttool.containers import torch_zip
 from ckpttool.errors import CkptError
 from ckpttool.storage import ExistsError
@@ -265,14 +266,14 @@ def write_files(
         TakenError: Another process has written one of the files.
         StorageError: A file cannot be written.
     """
-    directories = {directory}
+    paths = [posixpath.join(directory, file.name) for file in files]
+    directories = {directory, *map(posixpath.dirname, paths)}
+    for one in directories - {directory}:
+        storage.make_directory(one)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
-        for file in files:
-            path = posixpath.join(directory, file.name)
-            if posixpath.dirname(path) not in directories:
-                storage.make_directory(posixpath.dirname(path))
-                directories.add(posixpath.dirname(path))
-            _write_file(storage, path, file, pool, check, mode)
+        tasks = (partial(_write_file, storage, *one, pool, check, mode) for one in zip(paths, files, strict=True))
+        for _ in in_threads(tasks, jobs=2 if storage.remote else 1):  # a small file is a wait for answers
+            pass
     for one in directories:
         storage.sync(one)
     return [file.checksums for file in files]

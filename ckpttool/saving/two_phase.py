@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checksums import Checksums
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
+from ckpttool.concurrency import in_threads
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import tag_in
 from ckpttool.model.rank_digest import RankDigest, merge
@@ -292,8 +293,9 @@ def _write_sidecars(storage: WritableStorage, root: str, sidecars: Mapping[str, 
     paths = {posixpath.join(root, name): data for name, data in sidecars.items()}
     if paths:
         storage.refresh(list(paths))  # one listing for all of them
-    for path in [path for path in paths if not storage.exists(path)]:
-        storage.put(path, paths[path])
+    tasks = (partial(storage.put, path, data) for path, data in paths.items() if not storage.exists(path))
+    for _ in in_threads(tasks, jobs=2 if storage.remote else 1):
+        pass
 
 
 def _to_message(sums: Checksums) -> list[Any]:

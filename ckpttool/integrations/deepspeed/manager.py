@@ -161,6 +161,8 @@ class CheckpointManager:
         self._group: Any = None
         self._warned = False
         self._checked: weakref.ref[Any] | None = None
+        self.committed: tuple[str, int] | None = None
+        """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
         """Report of the last ``restore``."""
 
@@ -541,7 +543,7 @@ class CheckpointManager:
             if names := list(dict.fromkeys(name for classes in unknown for name in classes)):
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             request = replace(request, sidecars=captured.root_files, sign_key=self._key)
-            save(
+            manifest = save(
                 self._storage,
                 root,
                 ranks,
@@ -551,6 +553,7 @@ class CheckpointManager:
                 timeout=self._timeout,
                 digests=digested.result,
             )
+            self.committed = manifest.attempt, manifest.number
         except CkptError as failed:
             error = failed
         except Exception as failed:
