@@ -42,7 +42,7 @@ BENCHMARKS = {
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
     "prove": ["--runs", "7"],
-    "restore": ["--runs", "2", "--stages", "3"],
+    "restore": ["--rounds", "3", "--runs", "1", "--stages", "3"],
     "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
     "trainer": ["--ranks", "2", "--parameters", "100", "--runs", "3"],
     "ray_offline": ["--workers", "1", "2", "--runs", "2"],

@@ -72,7 +72,7 @@ SUMMARY = (
     Row(
         "resume 4 ranks on 2, ZeRO-3",
         "restore",
-        "zero3",
+        "zero3 on 2",
         "ckpttool.load, 4 on 2",
         "ds_to_universal and load_universal, 4 on 2",
         "`ds_to_universal`, `load_universal`",
