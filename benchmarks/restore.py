@@ -3,9 +3,9 @@
     python benchmarks/restore.py [--rounds N] [--runs N] [--stages 2 3] [--scale large|small|tiny]
 
 A checkpoint of 4 ranks is loaded on 4 and 2, and one of 2 ranks on 2 and 4. The base is DeepSpeed's own load of the
-same bytes on the same ranks. The first load of a process, as in a resume, is reported apart from the median of later loads,
-for which the optimizer's states are already allocated. The checkpoints are made by ``consolidate.py``. Quote the
-ratios: the seconds are this machine's.
+same bytes on the same ranks. The first load of a process, as in a resume, is reported apart from later loads, for which
+the optimizer's states are already allocated. The checkpoints are made by ``consolidate.py``. Quote the ratios: the
+seconds are this machine's.
 """
 
 from __future__ import annotations
