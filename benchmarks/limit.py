@@ -26,8 +26,9 @@ PIECE = 1 << 19
 """Bytes of one read."""
 WRITE = 1 << 17
 """Bytes of one write: larger ones take the page cache longer to allocate."""
-KINDS = ("copy", "cast", "crc", "sha", "reduce")
-"""Work of a loop: write as read; write fp32 as bf16; CRC-32; SHA-256; minimum, maximum, sum and zeros of fp32."""
+KINDS = ("copy", "cast", "crc", "sha", "reduce", "compare")
+"""Work of a loop: write as read; write fp32 as bf16; CRC-32; SHA-256; minimum, maximum, sum and zeros of fp32; read twice
+and compare."""
 
 
 def loop(kind: str, source: Path, out: Path | None, threads: int) -> None:
@@ -74,6 +75,13 @@ def _part(kind: str, fd: int, into: int, part: tuple[int, int]) -> None:
         crc = 0
         for _, data in _pieces(fd, start, end):
             crc = isal_zlib.crc32(data, crc)
+    elif kind == "compare":
+        import numpy as np
+
+        twice = _pieces(fd, start, end), _pieces(fd, start, end)
+        for (_, one), (_, other) in zip(*twice, strict=True):
+            if not np.array_equal(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)):
+                raise RuntimeError("the file changed")
     elif kind == "sha":
         import hashlib
 
@@ -127,6 +135,7 @@ def bench(runs: int, scale: str) -> None:
         ("consolidate bf16", ours("consolidate", [*consolidate, "bf16"], root), plain("cast", weights, writes=True)),
         ("verify --deep", ours("verify", ["verify", str(root), "--deep"], root), plain("crc", tag, writes=False)),
         ("stats", ours("stats", ["stats", str(root)], root), plain("reduce", weights, writes=False)),
+        ("diff", ours("diff", ["diff", str(root), str(whole)], root), plain("compare", weights, writes=False)),
         ("digest", ours("digest", ["digest", str(root)], root), plain("sha", tag, writes=False)),
     ]
     for title, command, loops in rows:

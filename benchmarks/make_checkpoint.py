@@ -12,7 +12,14 @@ import deepspeed
 import torch
 from torch import nn
 
-SIZES = {"large": (1024, 50_000, 16), "small": (512, 10_000, 6), "tiny": (16, 100, 2)}
+SIZES = {
+    "large": (1024, 50_000, 16),
+    "small": (512, 10_000, 6),
+    "tiny": (16, 100, 2),
+    "growth-1x": (512, 4_000, 4),
+    "growth-4x": (512, 16_000, 16),
+    "growth-16x": (512, 64_000, 64),
+}
 """Hidden size, vocabulary, layers."""
 
 

@@ -7,9 +7,9 @@ share this machine's cores, memory and disk. So the figures show the cost of spr
 do twice as much; they do not show the gain of further machines. Memory is the peak of the command, of one of Ray's
 worker processes, and of all of them together, with shared pages counted once for each process. The checkpoint is the
 one of ``consolidate.py``. "of work" subtracts the time of the same command for a checkpoint of a few kilobytes:
-starting, joining, and a process for a first task. With a checkpoint in a bucket (``s3_server.py``, with a pause before
-each answer), each task makes one request at a time, so that latency limits the speed, as with other machines, and not
-these cores. Quote the ratios: the seconds are this machine's.
+starting, joining, and a process for a first task. With checkpoint and output in a bucket (``s3_server.py``, with a pause
+before each answer and a limit on each connection), the network limits the speed, as with nodes on several machines, and
+not these cores. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_usage_threshold": "0.98"}
 TINY = str(Path(__file__).resolve().parent.parent / "fixtures" / "checkpoints" / "zero3-dp4-bf16")
-BUCKET = "from a bucket"
+BUCKET = "bucket to bucket"
 COMMANDS = {
     "consolidate, fp32": ["consolidate", "--to", "safetensors"],
     "consolidate, bf16": ["consolidate", "--to", "safetensors", "--dtype", "bf16"],
     "convert to 8 ranks": ["convert", "--to", "zero", "--world-size", "8"],
     "convert to universal": ["convert", "--to", "universal"],
-    BUCKET: ["consolidate", "--to", "safetensors", "--jobs", "1"],
+    BUCKET: ["consolidate", "--to", "safetensors", "--jobs", "1", "--overwrite"],
 }
 EACH_SECONDS = 0.02
 
@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="large")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--latency", type=float, default=0.05, help="seconds before the bucket answers")
+    parser.add_argument("--rate", type=float, default=40e6, help="bytes a second of one connection to the bucket")
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     DATA.mkdir(exist_ok=True)
@@ -175,9 +176,10 @@ def main() -> None:
         if name != BUCKET:
             bench(name, src, out, arguments.runs, arguments.workers)
             continue
-        with running("--serve", f"data={DATA}", "--latency", str(arguments.latency)) as server:
+        limits = ["--latency", str(arguments.latency), "--rate", str(arguments.rate)]
+        with running("--serve", f"data={DATA}", "--bucket", "out", *limits) as server:
             os.environ |= server.environment()
-            bench(name, f"s3://data/{Path(src).name}", out, arguments.runs, arguments.workers)
+            bench(name, f"s3://data/{Path(src).name}", "s3://out/weights", arguments.runs, arguments.workers)
 
 
 if __name__ == "__main__":

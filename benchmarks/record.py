@@ -38,11 +38,12 @@ BENCHMARKS = {
     "convert": ["--runs", "3", "--peer-runs", "2", "--workers", "2", "--stages", "2"],
     "fsdp2": ["--runs", "3", "--peer-runs", "3"],
     "limit": ["--runs", "3"],
+    "growth": ["--runs", "2"],
     "average": ["--runs", "3"],
     "merge_lora": ["--runs", "3"],
-    "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "100", "--runs", "3", "--rounds", "2"],
+    "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "1", "10", "100", "--runs", "3", "--rounds", "2"],
     "prove": ["--runs", "7"],
-    "restore": ["--rounds", "3", "--runs", "1", "--stages", "3"],
+    "restore": ["--rounds", "2", "--runs", "2", "--stages", "3"],
     "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
     "trainer": ["--ranks", "2", "--parameters", "100", "--runs", "3"],
     "ray_offline": ["--workers", "1", "2", "--runs", "2"],
@@ -50,8 +51,7 @@ BENCHMARKS = {
     "scale": ["--runs", "2"],
     "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
 }
-"""Options of each benchmark. The larger model of ``save`` waits for the disk as a training run does; at 50M parameters
-``engine.save_checkpoint`` is faster, because it returns before the bytes are on the disk."""
+"""Options of each benchmark."""
 PACKAGES = ("numpy", "torch", "deepspeed", "ray", "transformers", "s3fs")
 
 

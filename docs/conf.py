@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
-from docs.generators import drawings, error_pages, support_matrix  # noqa: E402
+from docs.generators import drawings, error_pages, growth, support_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -60,6 +60,7 @@ def _generate(app: Sphinx) -> None:
     out.mkdir(exist_ok=True)
     error_pages.write(out / "messages.md")
     drawings.write(out)
+    growth.write(out)
     if not ((out / "matrix.md").exists() and os.environ.get("DOCS_KEEP_MATRIX")):  # it takes most of the time
         support_matrix.write(out)
 

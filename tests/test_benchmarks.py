@@ -23,6 +23,7 @@ RUNS = {
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
     "fsdp2.py": [*ONCE, "--peer-runs", "1"],
+    "growth.py": ["--tiny", "--runs", "1"],
     "limit.py": ONCE,
     "merge_lora.py": ONCE,
     "prove.py": ["--stages=2", "--parameters=.01", "--runs=1"],

@@ -38,19 +38,19 @@ def rows_picture(title: str, rows: list[Row], notes: list[str]) -> str:
     """A picture of files or buffers: one row each, drawn to scale."""
     wide = max(sum(b.width for b in row.boxes) for row in rows) * UNIT
     width = LABEL + wide + 20
-    parts = [_text(10, 22, title, bold=True)]
+    parts = [caption(10, 22, title, bold=True)]
     y = 38.0
     for row in rows:
-        parts.append(_text(10, y + ROW / 2 + 5, row.label))
+        parts.append(caption(10, y + ROW / 2 + 5, row.label))
         x = float(LABEL)
         for box in row.boxes:
             parts.append(_box(x, y, box.width * UNIT, ROW, box.text, box.colour))
             x += box.width * UNIT
         y += ROW + GAP
     for note in notes:
-        parts.append(_text(10, y + 12, note, small=True))
+        parts.append(caption(10, y + 12, note, small=True))
         y += 18
-    return _svg(max(width, 10 + 6.4 * max(map(len, [title, *notes]), default=0)), y + 12, parts)
+    return svg(max(width, 10 + 6.4 * max(map(len, [title, *notes]), default=0)), y + 12, parts)
 
 
 def steps_picture(title: str, columns: list[str], steps: list[tuple[int, int, str, str]], note: str) -> str:
@@ -63,7 +63,7 @@ def steps_picture(title: str, columns: list[str], steps: list[tuple[int, int, st
         note: A line below.
     """
     wide = 185
-    parts = [_text(10, 22, title, bold=True)]
+    parts = [caption(10, 22, title, bold=True)]
     y = 40.0
     height = y + ROW + len(steps) * (ROW + GAP) + 44
     for n, name in enumerate(columns):
@@ -76,8 +76,8 @@ def steps_picture(title: str, columns: list[str], steps: list[tuple[int, int, st
     for first, last, text, colour in steps:
         parts.append(_box(10 + first * wide, y, (last - first + 1) * wide - 20, ROW, text, colour))
         y += ROW + GAP
-    parts.append(_text(10, height - 12, note, small=True))
-    return _svg(max(10 + len(columns) * wide, 20 + 6.4 * len(note)), height, parts)
+    parts.append(caption(10, height - 12, note, small=True))
+    return svg(max(10 + len(columns) * wide, 20 + 6.4 * len(note)), height, parts)
 
 
 def _box(x: float, y: float, width: float, height: float, text: str, colour: str) -> str:
@@ -89,12 +89,14 @@ def _box(x: float, y: float, width: float, height: float, text: str, colour: str
     )
 
 
-def _text(x: float, y: float, text: str, *, bold: bool = False, small: bool = False) -> str:
+def caption(x: float, y: float, text: str, *, bold: bool = False, small: bool = False) -> str:
+    """A line of text."""
     style = ' font-weight="bold"' if bold else ""
     return f'<text x="{x:g}" y="{y:g}" font-size="{12 if small else 14}"{style}>{escape(text)}</text>'
 
 
-def _svg(width: float, height: float, parts: list[str]) -> str:
+def svg(width: float, height: float, parts: list[str]) -> str:
+    """A picture of parts."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" font-family="{FONT}" fill="#111">'

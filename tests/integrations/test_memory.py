@@ -1,0 +1,43 @@
+"""Memory that is allocated at once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+from ckpttool.integrations.torch import memory
+
+
+def _resident_kb() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_pages_are_allocated_before_they_are_written() -> None:
+    before = _resident_kb()
+    held = memory.empty(100 << 20)
+    assert _resident_kb() - before > 90 << 10
+    assert held.numel() == 100 << 20
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, mmap.PAGESIZE, memory.HUGE_PAGE - 1, 3 * memory.HUGE_PAGE + 5])
+def test_memory_of_any_size_can_be_written(nbytes: int) -> None:
+    held = memory.empty(nbytes)
+    held.fill_(7)
+    assert held.sum().item() == 7 * nbytes
+
+
+@pytest.mark.parametrize("answer", [None, -1])
+def test_a_system_without_the_advice_allocates_later(answer: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(_: ctypes.c_void_p, __: ctypes.c_size_t, advice: int) -> int:
+        asked.append(advice)
+        return -1
+
+    monkeypatch.setattr(memory, "_madvise", lambda: None if answer is None else refuse)
+    assert memory.empty(8 << 20).fill_(1).sum().item() == 8 << 20
+    assert len(asked) == (0 if answer is None else 2)
