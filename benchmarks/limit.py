@@ -27,8 +27,8 @@ PIECE = 1 << 19
 WRITE = 1 << 17
 """Bytes of one write: larger ones take the page cache longer to allocate."""
 KINDS = ("copy", "cast", "crc", "sha", "reduce", "compare")
-"""Work of a loop: write as read; write fp32 as bf16; CRC-32; SHA-256; minimum, maximum, sum and zeros of fp32; read twice
-and compare."""
+"""Work of a loop: write as read; write fp32 as bf16; CRC-32; SHA-256; minimum, maximum, sum and zeros of fp32; read
+twice and compare."""
 
 
 def loop(kind: str, source: Path, out: Path | None, threads: int) -> None:

@@ -7,9 +7,9 @@ share this machine's cores, memory and disk. So the figures show the cost of spr
 do twice as much; they do not show the gain of further machines. Memory is the peak of the command, of one of Ray's
 worker processes, and of all of them together, with shared pages counted once for each process. The checkpoint is the
 one of ``consolidate.py``. "of work" subtracts the time of the same command for a checkpoint of a few kilobytes:
-starting, joining, and a process for a first task. With checkpoint and output in a bucket (``s3_server.py``, with a pause
-before each answer and a limit on each connection), the network limits the speed, as with nodes on several machines, and
-not these cores. Quote the ratios: the seconds are this machine's.
+starting, joining, and a process for a first task. With checkpoint and output in a bucket (``s3_server.py``, with a
+pause before each answer and a limit on each connection), the network limits the speed, as with nodes on several
+machines, and not these cores. Quote the ratios: the seconds are this machine's.
 """
 
 from __future__ import annotations
