@@ -134,7 +134,7 @@ def bench(name: str, src: str, out: str, runs: int, workers: list[int]) -> None:
     contestants: dict[str, dict[str, list[float]]] = {}
     for count in (0, *workers):
         with cluster(count) if count else contextlib.nullcontext("") as address:
-            joined = ["--ray", address] if count else []
+            joined = ["--ray-address", address] if count else []
             start = min(_tiny(command, out, more, joined) for _ in range(runs + 1))
             taken = []
             for number in range(runs + 1):  # the first starts the workers' processes
