@@ -381,6 +381,7 @@ def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
     path = os.path.join(above, f"{prefix}{os.urandom(8).hex()}{SUFFIX}")
     with contextlib.ExitStack() as stack:
         with translate_os_errors(path):
+            stack.callback(_remove_empty, path, above)  # if it cannot be locked
             os.mkdir(path, 0o700)
             new = found = stack.enter_context(_lock(path, out))
             # Removes it while it is locked, so that no other run locks it just before. Keeps it if it has the marker.
