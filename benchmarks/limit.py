@@ -103,12 +103,18 @@ def _part(kind: str, fd: int, into: int, part: tuple[int, int]) -> None:
 
 def bench(runs: int, scale: str) -> None:
     """Compare each command with its loops."""
-    from consolidate import CKPTTOOL, PYTHON, checkpoint
+    from consolidate import CKPTTOOL, PYTHON, checkpoint, copy
     from measure import DATA, Command, alternate, print_table
 
-    root, out, whole = checkpoint(2, scale), DATA / "out", DATA / f"limit-{scale}"
-    if not whole.exists():
-        subprocess.run([CKPTTOOL, "consolidate", str(root), str(whole), "--to", "safetensors"], check=True)
+    root, out = checkpoint(2, scale), DATA / "out"
+
+    def consolidated(source: Path) -> Path:
+        whole = DATA / f"limit-{source.name}"
+        if not whole.exists():
+            subprocess.run([CKPTTOOL, "consolidate", str(source), str(whole), "--to", "safetensors"], check=True)
+        return whole
+
+    whole = consolidated(root)
     weights = whole / "model.safetensors"
 
     def clean() -> None:
@@ -140,6 +146,12 @@ def bench(runs: int, scale: str) -> None:
     ]
     for title, command, loops in rows:
         print_table(title, alternate([command, *loops], runs), loops[0].name, title)
+    if scale == "large":
+        huge = checkpoint(2, "huge", ranks=2)
+        whole = consolidated(huge)
+        command = ours("consolidate", ["consolidate", str(huge), made, "--to", "safetensors"], huge)
+        others = [copy(whole, out, "cp"), *plain("copy", whole / "model.safetensors", writes=True)]
+        print_table("consolidate fp32, 4 GB", alternate([command, *others], runs), "cp", "consolidate fp32, 4 GB")
     shutil.rmtree(out, ignore_errors=True)
 
 

@@ -1,7 +1,8 @@
 """Make a large checkpoint with real DeepSpeed, for benchmarks: ``torchrun make_checkpoint.py ROOT STAGE LAYERS``.
 
 A plain transformer's parameters (hidden size 1024, vocabulary 50,000 at 16 layers: 253M parameters, 10x less at one
-tenth the size), bf16, AdamW, after one step, so that moments exist.
+tenth the size), bf16, AdamW, after one step, so that moments exist. "huge" (1.0B) has no moments: SGD, and a model made
+in bf16, so that it fits into the memory of one machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ SIZES = {
     "large": (1024, 50_000, 16),
     "small": (512, 10_000, 6),
     "tiny": (16, 100, 2),
+    "huge": (2048, 50_000, 18),
     "growth-1x": (512, 4_000, 4),
     "growth-4x": (512, 16_000, 16),
     "growth-16x": (512, 64_000, 64),
@@ -66,8 +68,11 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
+    if scale == "huge":
+        torch.set_default_dtype(torch.bfloat16)
     model = Model(hidden, vocabulary, layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    kind = torch.optim.SGD if scale == "huge" else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=1e-3)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
