@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
-PIECE_BYTES = 1 << 19
-"""Bytes read, hashed and searched for NaN at once: they fit into the cache."""
+PIECE_BYTES = 1 << 21
+"""Bytes read, hashed and searched for NaN at once: they fit into the cache; with less, threads wait for each other."""
 CHUNK_BYTES = 1 << 22
 """Bytes read at once to count NaN."""
 
@@ -177,13 +177,14 @@ def _compare(
     checks = full_checks(checkpoint) if deep else sample_checks(checkpoint)
     meter = Meter(_bytes_to_read(checkpoint, checks, deep=deep), progress)
     checked = unrecorded = 0
+    workers = jobs or default_jobs(remote=checkpoint.storage.remote)
     if deep:
-        workers = jobs or default_jobs(remote=checkpoint.storage.remote)
         found, checked, unrecorded = _deep(checkpoint, manifest.files if manifest else {}, workers, meter)
         errors += found
     try:
+        failed = failed_checks(checks, advance=meter, jobs=workers if deep else 1)
         # Unknown names of masters are not damage.
-        errors += (e for e in failed_checks(checks, advance=meter) if not isinstance(e, PlanError))
+        errors += sorted((e for e in failed if not isinstance(e, PlanError)), key=str)
     except CkptError as error:
         errors.append(error)
     return checked, unrecorded

@@ -8,6 +8,7 @@ the checksums of the pieces are combined and compared with the record's checksum
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import threading
 from array import array
@@ -495,9 +496,9 @@ REMOTE_BYTES = 1 << 23
 
 
 def failed_checks(
-    checks: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None
+    checks: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None, jobs: int = 1
 ) -> Iterator[CkptError]:
-    """Run every consistency check and yield one error for each parameter that fails.
+    """Run every consistency check and yield one error for each parameter that fails; with several jobs, in any order.
 
     A ``PlanError`` means that the names of the masters are unknown; a ``LayoutError`` that the files are damaged.
 
@@ -505,6 +506,7 @@ def failed_checks(
         checks: The consistency checks.
         advance: Called with the number of bytes compared since the last call.
         sources: Open sources of the checks; None to open and close them here.
+        jobs: Threads for local files.
 
     Raises:
         StorageError: Reading failed, or a source changed meanwhile.
@@ -512,7 +514,7 @@ def failed_checks(
     opened = sources or Sources(checks.sources)
     failed: set[int] = set()
     try:
-        compare = _compare_remote if opened.remote else _compare
+        compare = _compare_remote if opened.remote else partial(_compare, jobs)
         for row, same in compare(checks, opened, failed, advance):
             name = int(row["name"])
             if same or name in failed:
@@ -554,16 +556,24 @@ def _chunks(checks: ConsistencyChecks, failed: set[int]) -> Iterator[_Chunk]:
 
 
 def _compare(
-    checks: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
+    jobs: int, checks: ConsistencyChecks, sources: Sources, failed: set[int], advance: Advance
 ) -> Iterator[tuple[Any, bool]]:
-    sides = ReadBuffer(), ReadBuffer()
-    for row, *spans in _chunks(checks, failed):
+    of_thread = threading.local()
+
+    def compare(chunk: _Chunk) -> tuple[Any, bool]:
+        if not hasattr(of_thread, "sides"):
+            of_thread.sides = ReadBuffer(), ReadBuffer()
+        row, *spans = chunk
         ours, theirs = (
             buffer.read_bytes(sources.raw(file), start, end - start)
-            for buffer, (file, start, end) in zip(sides, spans, strict=True)
+            for buffer, (file, start, end) in zip(of_thread.sides, spans, strict=True)
         )
-        yield row, _same(checks, row, ours, theirs)
+        same = _same(checks, row, ours, theirs)
         advance(len(ours) + len(theirs))
+        return row, same
+
+    with contextlib.closing(in_threads((partial(compare, chunk) for chunk in _chunks(checks, failed)), jobs)) as found:
+        yield from found
 
 
 def _compare_remote(
