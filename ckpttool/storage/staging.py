@@ -310,7 +310,8 @@ def _remove(directory: Directory) -> None:
     """Remove the files of a staging directory, then its marker and itself; keep the marker if a removal fails."""
     for name in sorted(directory.names(), key=lambda name: (name == MARK, name == MOVES)):
         directory.remove(name)
-    os.rmdir(directory.path)
+    with contextlib.suppress(FileNotFoundError):  # its run was refused, and removed it
+        os.rmdir(directory.path)
 
 
 def _remove_staging(directory: Directory, out: str) -> None:
@@ -381,11 +382,9 @@ def _open_staging(out: str, mark: str, *, resume: bool) -> Directory:
     path = os.path.join(above, f"{prefix}{os.urandom(8).hex()}{SUFFIX}")
     with contextlib.ExitStack() as stack:
         with translate_os_errors(path):
-            stack.callback(_remove_empty, path, above)  # if it cannot be locked
+            stack.callback(_remove_empty, path, above)  # keeps it if it has the marker
             os.mkdir(path, 0o700)
             new = found = stack.enter_context(_lock(path, out))
-            # Removes it while it is locked, so that no other run locks it just before. Keeps it if it has the marker.
-            stack.callback(_remove_empty, path, above)
             leftovers = [left for left in _leftovers(out, os.fstat(new.fd)) if left != path]
         for left in leftovers:
             with translate_os_errors(left):
