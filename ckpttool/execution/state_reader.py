@@ -151,9 +151,11 @@ class StateReader:
                 _copy_block(block, np.frombuffer(data, dtype=numpy_dtype(state.dtype)), out)
             return
         for block in blocks:
-            _copy_block(
-                block, self._buffer.read(self._sources[block.file], block.position, block.span, state.dtype), out
-            )
+            reader = self._sources[block.file]
+            if block.runs == 1:
+                reader.read_into(block.position, out[block.at : block.at + block.numel].view(np.uint8).data)
+            else:
+                _copy_block(block, self._buffer.read(reader, block.position, block.span, state.dtype), out)
 
 
 @dataclass(frozen=True, slots=True)
