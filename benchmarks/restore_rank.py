@@ -1,11 +1,12 @@
 """One rank of ``restore.py``: ``torchrun restore_rank.py ROOT STAGE SCALE WAY RUNS``, where WAY is listed below.
 
-Prints, on the first rank, a line of JSON: the seconds of the first load and of later ones, all ranks together, and the
-largest growth of one rank's memory in bytes.
+Prints, on the first rank, a line of JSON: the seconds of the first load or save and of later ones, all ranks together,
+and the largest growth of one rank's memory in bytes in the first and in the last one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -15,12 +16,15 @@ from typing import Any
 import deepspeed
 import torch
 from make_checkpoint import SIZES, Model
-from measure import touch_free_memory
+from measure import DATA, touch_free_memory
 
 import ckpttool
 
-WAYS = ("native", "ckpttool", "weights", "universal")
-"""``engine.load_checkpoint``; ``ckpttool.load``; the same with ``weights_only``; ``load_universal``."""
+WAYS = ("native", "ckpttool", "weights", "universal", "save")
+"""``engine.load_checkpoint``; ``ckpttool.load``; the same with ``weights_only``; ``load_universal``; ``manager.save`` after
+a load."""
+
+NUMBERS = itertools.count()
 
 
 def _memory(field: str) -> int:
@@ -32,6 +36,8 @@ def _load(engine: Any, root: str, way: str) -> None:
     if way in {"native", "universal"}:
         path, _ = engine.load_checkpoint(root)
         assert path is not None
+    elif way == "save":
+        ckpttool.CheckpointManager(DATA / "out").save(engine, tag=f"t{next(NUMBERS)}")
     else:
         ckpttool.load(engine, root, weights_only=way == "weights")
 
@@ -54,6 +60,8 @@ def main() -> None:
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if way == "save":
+        ckpttool.load(engine, root)
     if torch.distributed.get_rank() == 0:
         touch_free_memory()
     seconds, extra = [], []
@@ -67,12 +75,13 @@ def main() -> None:
         seconds.append(time.perf_counter() - began)
         extra.append(_memory("VmHWM") - before)
     told: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, extra[0])  # the moments have no memory yet in the first load
+    torch.distributed.all_gather_object(told, extra)  # the moments have no memory yet in the first load
     if torch.distributed.get_rank() == 0:
         figures = {
             "first": seconds[0],
             "again": seconds[1:],
-            "extra": max(told),
+            "extra": max(of_rank[0] for of_rank in told),
+            "extra_again": max(of_rank[-1] for of_rank in told),
         }
         print(json.dumps(figures))
     torch.distributed.barrier()

@@ -11,7 +11,7 @@ from docs.generators.drawings import caption, svg
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "record.json"
 FACTORS = ("1x", "4x", "16x")
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf")
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
 WIDTH, HEIGHT, LEFT, TOP = 250, 190, 70, 60
 
 
@@ -21,11 +21,14 @@ def picture(record: dict[str, Any]) -> str:
     names = [name.removesuffix(", bytes") for name in comparisons if name.endswith(", bytes")]
     parts = [caption(10, 22, "Growth with the bytes and the ranks of a checkpoint", bold=True)]
     for column, what in enumerate(("bytes", "ranks")):
-        for row, (quantity, unit, low, high) in enumerate((("wall", "s", 0.05, 20), ("peak_mb", "MB", 10, 1000))):
+        for row, (quantity, unit, low, high) in enumerate((("wall", "s", 0.05, 20), ("peak_mb", "MB", 1, 10_000))):
             x, y = LEFT + column * (WIDTH + 80), TOP + row * (HEIGHT + 60)
             parts += [caption(x, y - 8, f"{unit}, by {what}", small=True), _frame(x, y, low, high)]
             for name, colour in zip(names, COLOURS, strict=False):
-                values = [comparisons[f"{name}, {what}"][f][quantity]["median"] for f in FACTORS]
+                contestants = comparisons.get(f"{name}, {what}")
+                if contestants is None:
+                    continue
+                values = [contestants[f][quantity]["median"] for f in FACTORS]
                 points = " ".join(f"{x + WIDTH * n / 2:g},{_height(y, v, low, high):.1f}" for n, v in enumerate(values))
                 parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
     across = LEFT + 2 * (WIDTH + 80) - 40
