@@ -3,8 +3,8 @@
     python benchmarks/growth.py [--runs N] [--only NAME ...] [--tiny]
 
 ZeRO-2 checkpoints of 15M, 58M and 234M parameters on 4 ranks are made by real DeepSpeed; the one of 58M is converted to
-16 and 64 ranks. The slope is of logarithms: 1 means that the time grows as the bytes or the ranks do. Loads and saves run
-on two ranks: the first load of a process, the second save; memory is what one rank needs beside the engine.
+16 and 64 ranks. The slope is of logarithms: 1 means that the time grows as the bytes or the ranks do. Loads and saves
+run on two ranks: the first load of a process, the second save; memory is what one rank needs beside the engine.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from measure import DATA, touch_free_memory
 import ckpttool
 
 WAYS = ("native", "ckpttool", "weights", "universal", "save")
-"""``engine.load_checkpoint``; ``ckpttool.load``; the same with ``weights_only``; ``load_universal``; ``manager.save`` after
-a load."""
+"""``engine.load_checkpoint``; ``ckpttool.load``; the same with ``weights_only``; ``load_universal``; ``manager.save``
+after a load."""
 
 NUMBERS = itertools.count()
 
