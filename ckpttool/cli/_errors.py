@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from ckpttool.errors import ArgumentError, CkptError
-from ckpttool.messages import hide_secrets, printable
+from ckpttool.messages import brief, hide_secrets, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -74,8 +75,7 @@ def _leave(code: int) -> NoReturn:
 def invoke(command: click.Command, arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        # Not standalone, click returns the code of an Exit instead of raising it.
-        code = command.main(list(arguments), prog_name="ckpttool", standalone_mode=False)
+        code = _run(command, arguments)
     except click.ClickException as error:
         click.echo(hide_secrets(_shown(error)), err=True, nl=False)
         return error.exit_code if isinstance(error, click.UsageError) else FAILED
@@ -99,6 +99,18 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
         click.echo("Error: interrupted; nothing was left half-written", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _run(command: click.Command, arguments: Sequence[str]) -> object:
+    try:
+        # Not standalone, click returns the code of an Exit instead of raising it.
+        return command.main(list(arguments), prog_name="ckpttool", standalone_mode=False)
+    except (MemoryError, OSError, RuntimeError) as error:
+        no_thread = "can't start new thread" in str(error)
+        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or no_thread:
+            problem = f"is not enough ({brief(str(error) or type(error).__name__)})"
+            raise CkptError("memory", problem, "free some, or use fewer jobs", ("jobs",)) from error
+        raise
 
 
 def with_flags(error: CkptError) -> str:

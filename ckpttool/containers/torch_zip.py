@@ -38,8 +38,9 @@ _LOCAL_FIELDS = struct.Struct("<4s4xH16xHH")
 _CRC32_AT = 14
 """Offset of the CRC-32 in a local header."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_CENTRAL_FIELDS = struct.Struct("<4s4x2H4x3I3H8xI")
-"""Magic, flags, method, CRC-32, sizes, lengths of name, extra field and comment, and place of the local header."""
+_CENTRAL_FIELDS = struct.Struct("<4s4x2H4x3I4H2x2I")
+"""Magic, flags, method, CRC-32, sizes, lengths of name, extra field and comment, disk, attributes, and place of the
+local header."""
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
@@ -53,7 +54,9 @@ _OUTSIDE = 1 << 60
 """Stands for larger numbers, beyond the end of any file."""
 _MAX_EXTRA = 36
 """Bytes in a local header's extra field besides padding: ZIP64 sizes, and the heads of two fields."""
-_ENCRYPTED = 0x2041  # plainly, strongly, or with masked headers
+_ENCRYPTED = 0x2061  # plainly, strongly, or with masked headers; or a patch of another file
+_FOLDER = 0x10
+"""Attribute of a directory, which has no bytes."""
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 
@@ -206,7 +209,8 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
             raise ContainerError(reader.path, "the end of its zip directory is damaged", _DAMAGED_HINT)
         raise TruncatedError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
     end_start = size - len(tail) + at
-    _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    _, *disks, on_disk, count, nbytes, start, _ = _END.unpack_from(tail, at)
+    _check_one_disk(reader, whole={*disks} <= {0, _MAX16} and on_disk == count)
     limit = end_start
     end64 = _read_end64(reader, end_start)
     if end64 is not None:  # torch always writes it, in small files too
@@ -224,16 +228,23 @@ def _read_end64(reader: RangeReader, end_start: int) -> tuple[int, int, int, int
     at = end_start - _LOCATOR64.size
     if at < 0:
         return None
-    magic, _, position, _ = _LOCATOR64.unpack(reader.read(at, end_start))
+    magic, disk, position, disks = _LOCATOR64.unpack(reader.read(at, end_start))
     if magic != b"PK\x06\x07":
         return None
     if position + _END64.size > at:
         raise ContainerError(reader.path, "the zip64 directory is missing", _DAMAGED_HINT)
     fields = _END64.unpack(reader.read(position, position + _END64.size))
-    if fields[0] != _END64_MAGIC:
+    if fields[0] != _END64_MAGIC or fields[1] < _END64.size - 12:  # magic and length are not counted
         raise ContainerError(reader.path, "the zip64 directory is broken", _DAMAGED_HINT)
-    count, nbytes, start = fields[7], fields[8], fields[9]
+    this_disk, first_disk, on_disk, count, nbytes, start = fields[4:]
+    _check_one_disk(reader, whole=(disk, disks, this_disk, first_disk, on_disk) == (0, 1, 0, 0, count))
     return start, nbytes, count, position
+
+
+def _check_one_disk(reader: RangeReader, *, whole: bool) -> None:
+    """Refuse an archive in several files: torch writes none, so a bit of its disk numbers has changed."""
+    if not whole:
+        raise ContainerError(reader.path, "the zip directory does not describe one whole file", _DAMAGED_HINT)
 
 
 def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Directory:
@@ -252,10 +263,11 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Dire
         raw_names.append(data[name_at:extra_at])
         places.append(extra_at)
         at = extra_at + row[7] + row[8]
-    columns = [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(10)]
-    magics, flags, methods, crcs, packed, sizes, _, extras, _, headers = columns
+    columns = [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in range(12)]
+    magics, flags, methods, crcs, packed, sizes, _, extras, _, disks, attributes, headers = columns
     if at > len(data) or {*magics} - {b"PK\x01\x02"}:
         raise ContainerError(reader.path, "the zip directory is broken", _DAMAGED_HINT)
+    _check_one_disk(reader, whole=not any(disks))
     if at != len(data):
         raise ContainerError(reader.path, "the zip directory lists more records than it counts", _DAMAGED_HINT)
     names = [name.decode("utf-8", "replace") for name in raw_names]
@@ -269,6 +281,7 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Dire
         for method, pack, size, flag in zip(methods, packed, sizes, flags, strict=True)
     ]
     _refuse(reader, names, packs, "is compressed or encrypted", _FOREIGN_HINT)
+    _refuse(reader, names, [value & _FOLDER != 0 for value in attributes], "is marked as a directory", _DAMAGED_HINT)
     leaves = [name.startswith("/") or (".." in name and ".." in name.split("/")) for name in names]
     _refuse(reader, names, leaves, "points outside the archive", _FOREIGN_HINT)
     least = [header + _LOCAL.size + len(name) for header, name in zip(headers, raw_names, strict=True)]

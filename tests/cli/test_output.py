@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from safetensors import safe_open
 import ckpttool as api
 from ckpttool.api.options import Options
 from ckpttool.errors import StorageError
+from ckpttool.execution import copy
 from ckpttool.storage import MARK, open_storage
 from ckpttool.storage.safe_files import MOVE
 from ckpttool.storage.staging import staged
@@ -205,6 +208,19 @@ def test_runs_that_create_and_remove_staging_directories_name_each_other(tmp_pat
     with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
         assert set().union(*pool.map(_stage_often, [out] * 4)) == {"another run is writing it"}
     assert remains(tmp_path) == ["out", "out/file"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "Cannot allocate memory")]
+)
+def test_too_little_memory_is_one_line(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(copy.Copier, "copy", fail)
+    done = ckpttool(*consolidate(tmp_path / "out"))
+    assert re.fullmatch(r"Error: memory: is not enough \(.+\); free some, or use fewer --jobs", done.error)
+    assert remains(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------- overwriting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef, walk
-from ckpttool.errors import ContainerError
+from ckpttool.errors import CkptError, ContainerError
 from ckpttool.storage import LocalReader
 from tests.containers.cases import CASES, FILES, FIXTURES, Case, module_state
 from tests.containers.oracle import assert_reads_as_torch_loads, read
@@ -153,3 +154,20 @@ def test_equal_pickles_are_read_once_and_each_file_keeps_its_own_places(tmp_path
     data = [path.read_bytes() for path in paths]
     read = [d[w.start : w.end] for f, d in zip(files, data, strict=True) for w in [f.locate(f.root["x"])]]
     assert read == [np.full(n, v, np.float32).tobytes() for n, v in ((3, 0), (3, 1), (4, 1))]
+
+
+def test_a_bit_of_the_directory_that_torch_needs_is_never_accepted() -> None:
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(5.0), "b": [torch.ones(2, dtype=torch.bfloat16), "text"]}, file)
+    sound = file.getvalue()
+    refused = 0
+    for at, bit in itertools.product(range(sound.index(b"PK\x01\x02"), len(sound)), range(8)):
+        changed = bytearray(sound)
+        changed[at] ^= 1 << bit
+        try:
+            torch.load(io.BytesIO(changed), weights_only=True)
+        except Exception:
+            with pytest.raises(CkptError):
+                read_torch_file(BytesReader(bytes(changed)))
+            refused += 1
+    assert refused > 1000

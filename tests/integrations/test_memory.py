@@ -42,3 +42,8 @@ def test_a_system_without_the_advice_allocates_later(answer: int | None, monkeyp
     monkeypatch.setattr(memory, "_madvise", lambda: None if answer is None else refuse)
     assert memory.empty(8 << 20).fill_(1).sum().item() == 8 << 20
     assert len(asked) == (0 if answer is None else 2)
+
+
+def test_too_much_memory_is_no_fault_of_a_file() -> None:
+    with pytest.raises(MemoryError, match="cannot allocate 1,152,921,504,606,846,976 bytes"):
+        memory.empty(1 << 60)

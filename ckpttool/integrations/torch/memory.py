@@ -18,10 +18,17 @@ _POPULATE_WRITE = 23
 
 
 def empty(nbytes: int) -> Any:
-    """Return uninitialised bytes, a 1-D tensor of uint8 on the CPU that is about to be written as a whole."""
+    """Return uninitialised bytes, a 1-D tensor of uint8 on the CPU that is about to be written as a whole.
+
+    Raises:
+        MemoryError: Not enough memory.
+    """
     import torch
 
-    return populated(torch.empty(nbytes, dtype=torch.uint8))
+    try:
+        return populated(torch.empty(nbytes, dtype=torch.uint8))
+    except RuntimeError as error:
+        raise MemoryError(f"cannot allocate {nbytes:,} bytes") from error
 
 
 def populated(tensor: Any) -> Any:

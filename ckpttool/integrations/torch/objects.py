@@ -102,7 +102,7 @@ def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
         return _Builder(read, file, allow).build(read.root)
     except UnknownClassError as error:
         raise unknown_class(read.path, str(error)) from None
-    except CkptError:
+    except (CkptError, MemoryError):
         raise
     except Exception as error:  # raised by the code of a class, or for values that it does not accept
         problem = f"holds an object that cannot be built: {type(error).__name__}: {error}"
