@@ -7,7 +7,8 @@ import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
+T = TypeVar("T")
 PIECE_BYTES = 1 << 21
 """Bytes read, hashed and searched for NaN at once: they fit into the cache; with less, threads wait for each other."""
 CHUNK_BYTES = 1 << 22
@@ -224,20 +226,29 @@ def _deep(
             )
             for i, f in enumerate(checkpoint.files)
         )
-        with contextlib.closing(in_threads(sums, jobs)) as results:
-            for found, count, none in results:
-                errors += found
-                checked += count
-                unrecorded += none
+        for found, count, none in _in_order(sums, jobs):
+            errors += found
+            checked += count
+            unrecorded += none
         scans = (
             partial(_scan, checkpoint, sources, name, key, state)
             for name, key, state in checkpoint.states()
             if _floating(state) and not all(floats[int(row["file"])].finite for row in _blocks(state))
         )
-        with contextlib.closing(in_threads(scans, jobs)) as results:
-            for found in results:
-                errors += found
+        for found in _in_order(scans, jobs):
+            errors += found
     return errors, checked, unrecorded
+
+
+def _in_order(tasks: Iterator[Callable[[], T]], jobs: int) -> list[T]:
+    """Run tasks in threads; return their results in the order of the tasks."""
+    numbered = (partial(_numbered, *task) for task in enumerate(tasks))
+    with contextlib.closing(in_threads(numbered, jobs)) as results:
+        return [result for _, result in sorted(results, key=itemgetter(0))]
+
+
+def _numbered(number: int, task: Callable[[], T]) -> tuple[int, T]:
+    return number, task()
 
 
 def _blocks(state: State) -> NDArray[np.void]:
@@ -251,11 +262,13 @@ class _Floats:
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, str]] = []
         self._sorted = True
+        self._nbytes = 0
         self._seen = 0
         self._finite = True
 
     def add(self, start: int, end: int, dtype: str) -> None:
         """Add a range."""
+        self._nbytes += end - start
         if self._spans and self._spans[-1][1:] == (start, dtype):
             start = self._spans.pop()[0]
         self._sorted &= not self._spans or self._spans[-1][1] <= start
@@ -280,7 +293,7 @@ class _Floats:
     @property
     def finite(self) -> bool:
         """True if every number was seen, and is finite."""
-        return self._finite and self._seen == sum(end - start for start, end, _ in self._spans)
+        return self._finite and self._seen == self._nbytes
 
 
 _INFINITY = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80 << 16, "F64": 0x7FF0 << 48}

@@ -281,7 +281,11 @@ def _parse_directory(reader: RangeReader, where: ByteRange, count: int) -> _Dire
         for method, pack, size, flag in zip(methods, packed, sizes, flags, strict=True)
     ]
     _refuse(reader, names, packs, "is compressed or encrypted", _FOREIGN_HINT)
-    _refuse(reader, names, [value & _FOLDER != 0 for value in attributes], "is marked as a directory", _DAMAGED_HINT)
+    folders = [
+        value & _FOLDER != 0 and (size > 0 or not name.endswith("/"))
+        for value, size, name in zip(attributes, sizes, names, strict=True)
+    ]
+    _refuse(reader, names, folders, "is marked as a directory", _DAMAGED_HINT)
     leaves = [name.startswith("/") or (".." in name and ".." in name.split("/")) for name in names]
     _refuse(reader, names, leaves, "points outside the archive", _FOREIGN_HINT)
     least = [header + _LOCAL.size + len(name) for header, name in zip(headers, raw_names, strict=True)]

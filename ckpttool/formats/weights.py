@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import TorchFile, read_torch_file
-from ckpttool.containers.values import Opaque, TensorRef
+from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import WHOLE
@@ -178,6 +178,7 @@ def _read_files(
     owner: dict[str, str] = {}
     aliases: dict[str, str] = {}
     saves: dict[str, str | None] = {}
+    remarks: list[str] = []
     for name in names:
         path = posixpath.join(location.directory, name)
         with storage.open(path, ahead=True) as reader:
@@ -196,6 +197,7 @@ def _read_files(
             else:
                 torch = read_torch_file(reader)
                 file_states, records = _state_dict(index, torch, aliases), torch.records
+                remarks += _left_out(torch)
             file = CheckpointFile(
                 name, reader.nbytes, kind_of_file, None, reader.version, container=kind.format, records=records
             )
@@ -205,6 +207,7 @@ def _read_files(
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
     checkpoint = checkpoint_of_weights(storage, location, kind.format, tuple(files), states, aliases)
+    checkpoint = replace(checkpoint, remarks=tuple(remarks))
     if first_part is None or not saves:
         return checkpoint
     return with_optimizer(checkpoint, storage, first_part, saves)
@@ -253,10 +256,7 @@ def checkpoint_of_weights(
 
 def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[str, State]:
     """Read a state dict; tied tensors share one storage."""
-    root = torch.root
-    if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
-        root = root["state_dict"]
-    items = root if isinstance(root, dict) else {}
+    items = _items(torch)
     for name, value in items.items():
         if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
             kind = next(
@@ -272,18 +272,42 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
         if FLAT.fullmatch(str(name).rpartition(".")[2]):
             problem = f"holds the flat parameter {brief(name, 200)} of one rank of FSDP"
             raise LayoutError(torch.path, problem, WHOLE)
-    tensors = {k: v for k, v in items.items() if isinstance(v, TensorRef)}
+    tensors = {str(k): v for k, v in items.items() if isinstance(v, TensorRef)}
+    if len(tensors) < sum(isinstance(v, TensorRef) for v in items.values()):
+        raise LayoutError(torch.path, "has a name both as a number and as text", "save it with text as names")
     if not tensors:
         raise LayoutError(torch.path, "holds no state dict", "pass a file of weights")
     result: dict[str, State] = {}
     seen: dict[tuple[object, ...], str] = {}
     for name, ref in tensors.items():
-        first = seen.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), str(name))
+        first = seen.setdefault((ref.storage.key, ref.offset, ref.dtype, ref.shape, ref.stride), name)
         if first != name and ref.numel:
-            aliases[str(name)] = first
+            aliases[name] = first
         else:
-            result[str(name)] = whole_tensor(torch, index, ref)
+            result[name] = whole_tensor(torch, index, ref)
     return result
+
+
+def _items(torch: TorchFile) -> dict[Any, Any]:
+    root = torch.root
+    if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
+        root = root["state_dict"]
+    return root if isinstance(root, dict) else {}
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, TensorRef) or (isinstance(value, Opaque) and value.name == "_reconstruct")
+
+
+def _left_out(torch: TorchFile) -> list[str]:
+    """Return a remark on the entries other than tensors that contain tensors or numpy's arrays."""
+    found = [
+        brief(name)
+        for name, value in _items(torch).items()
+        if not isinstance(value, TensorRef) and any(map(_is_array, walk(value)))
+    ]
+    names = ", ".join(found[:5]) + (" ..." if len(found) > 5 else "")
+    return [f"{torch.path}: the arrays inside {names} are left out: only whole tensors are weights"] if found else []
 
 
 def _dtype(states: Mapping[str, State]) -> str:

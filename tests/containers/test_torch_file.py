@@ -6,6 +6,7 @@ import collections
 import io
 import itertools
 import os
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,3 +172,18 @@ def test_a_bit_of_the_directory_that_torch_needs_is_never_accepted() -> None:
                 read_torch_file(BytesReader(bytes(changed)))
             refused += 1
     assert refused > 1000
+
+
+def test_an_entry_of_a_directory_is_no_fault() -> None:
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(5.0)}, file)
+    with zipfile.ZipFile(file) as saved, zipfile.ZipFile(io.BytesIO(), "w") as again:
+        again.mkdir("archive")
+        for record in saved.infolist():
+            again.writestr(record.filename, saved.read(record))
+        changed = again.fp
+        assert changed is not None
+    changed.seek(0)
+    data = changed.read()
+    assert torch.load(io.BytesIO(data))["a"].tolist() == [0, 1, 2, 3, 4]
+    assert "a" in read_torch_file(BytesReader(data)).root

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +45,8 @@ TOLD = {
     "source": ("rank 1: nowhere://root: nowhere:// is not a known storage", "StorageError: nowhere://root"),
     "no source": ("rank 1: ", "Error: "),
     "memory": ("rank 1: memory: is 'much'", "ArgumentError: memory: is 'much'"),
+    "no memory to save": ("could not be checked: MemoryError: none left",) * 2,
+    "no memory to restore": ("rank 1: MemoryError: none left",) * 2,
     "late save": ("rank 1 was not heard of in time",) * 2,
     "late restore": ("rank 1 was not heard of in time",) * 2,
     "late preview": ("rank 1 was not heard of in time",) * 2,
@@ -67,6 +71,8 @@ def _calls(directory: Path) -> dict[str, Any]:
     step(engine, 1)
     root = str(directory / "root")
     manager: Any = CheckpointManager(root, timeout=TIMEOUT)
+    manager.save(engine, tag="older")
+    step(engine, 1)
     manager.save(engine, tag="good", client_state={"n": 1})
     step(engine, 1)
     before = held(engine)
@@ -75,6 +81,11 @@ def _calls(directory: Path) -> dict[str, Any]:
         if second:
             time.sleep(LATE)
         function()
+
+    def short_of_memory(where: str, function: Any) -> None:
+        fails = mock.patch(f"ckpttool.integrations.deepspeed.{where}", side_effect=MemoryError("none left"))
+        with fails if second else contextlib.nullcontext():
+            function()
 
     def from_elsewhere() -> None:
         made: Any = CheckpointManager(root if not second else "nowhere://root", timeout=TIMEOUT)
@@ -98,6 +109,8 @@ def _calls(directory: Path) -> dict[str, Any]:
         "source": lambda: ckpttool.load(engine, "nowhere://root" if second else root, timeout=TIMEOUT),
         "no source": lambda: ckpttool.load(engine, [] if second else root, dry_run=True, timeout=TIMEOUT),
         "memory": lambda: ckpttool.load(engine, root, memory="much" if second else None, timeout=TIMEOUT),
+        "no memory to save": lambda: short_of_memory("capture.unpickle", lambda: manager.save(engine, tag="t")),
+        "no memory to restore": lambda: short_of_memory("load.prepare", lambda: manager.restore(engine)),
         "late save": lambda: late(lambda: manager.save(engine, tag="t")),
         "late restore": lambda: late(lambda: manager.restore(engine)),
         "late preview": lambda: late(lambda: manager.restore(engine, dry_run=True)),

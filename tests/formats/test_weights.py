@@ -154,6 +154,23 @@ def test_a_state_dict_inside_another_mapping_is_found(tmp_path: Path) -> None:
     _assert_holds(open_checkpoint(str(tmp_path / "x.pt")), TENSORS)
 
 
+def test_numbers_are_names_too(tmp_path: Path) -> None:
+    torch.save({0: torch.ones(2), "a": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    _assert_holds(open_checkpoint(tmp_path), {"0": torch.ones(2), "a": torch.zeros(3)})
+    torch.save({0: torch.ones(2), "0": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(LayoutError, match="has a name both as a number and as text"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("inside", [{"c": torch.ones(1)}, [torch.ones(1)], torch.ones(1).numpy()])
+def test_arrays_inside_other_entries_are_named(inside: Any, tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3), "b": inside, "c": "text", "d": [1, None]}, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    _assert_holds(checkpoint, {"a": torch.zeros(3)})
+    (remark,) = checkpoint.remarks
+    assert "the arrays inside 'b' are left out" in remark
+
+
 @pytest.mark.parametrize("value", [{}, [], 7, None, {"a": 7}, torch.zeros(3), {"state_dict": {}}])
 def test_a_torch_file_of_something_else_is_refused(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")

@@ -14,7 +14,7 @@ from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.execution.checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.builder import source_files
-from ckpttool.saving.coordination import Alone, Ranks, error_from_data, error_to_data
+from ckpttool.saving.coordination import Alone, RankError, Ranks, error_from_data, error_to_data
 from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def open_together(
             raise
         except Exception as error:
             LOG.exception("a checkpoint could not be opened")
-            raise LayoutError(path, f"{type(error).__name__}: {error}", "see the log of rank 0") from error
+            raise _unexpected(path, error, "see the log of rank 0") from error
         # Without the options of rank 0: every rank uses its own storage.
         checksums = getattr(connect(checkpoint.storage), "checksums", None)
         shared[0] = replace(checkpoint, storage=LOCAL_SPEC), checksums
@@ -173,4 +173,10 @@ def agree_on_all_ranks(ranks: Ranks, path: str, error: BaseException | None, *, 
 def _to_message(error: BaseException) -> list[Any]:
     if isinstance(error, CkptError):
         return error_to_data(error)
-    return error_to_data(LayoutError("loading", f"{type(error).__name__}: {error}", "see the output of that rank"))
+    return error_to_data(_unexpected("loading", error, "see the output of that rank"))
+
+
+def _unexpected(what: str, error: BaseException, hint: str) -> CkptError:
+    """Return the error for all ranks; too little memory on a rank is not damage, after which a restore falls back."""
+    kind = RankError if isinstance(error, (MemoryError, OSError)) else LayoutError
+    return kind(what, f"{type(error).__name__}: {error}", hint)
