@@ -178,7 +178,9 @@ def test_an_entry_of_a_directory_is_no_fault() -> None:
     file = io.BytesIO()
     torch.save({"a": torch.arange(5.0)}, file)
     with zipfile.ZipFile(file) as saved, zipfile.ZipFile(io.BytesIO(), "w") as again:
-        again.mkdir("archive")
+        directory = zipfile.ZipInfo("archive/")
+        directory.external_attr = 0x10
+        again.writestr(directory, b"")
         for record in saved.infolist():
             again.writestr(record.filename, saved.read(record))
         changed = again.fp
