@@ -63,6 +63,14 @@ class CapturedFiles:
         Args:
             allow: Classes that the restore may build.
         """
+        try:
+            self._check_pickles(allow)
+        except Exception as error:  # the other ranks wait for this rank, and raise it, too
+            LOG.exception("the files of this rank could not be checked")
+            problem = f"could not be checked: {type(error).__name__}: {error}"
+            self.failed = PlanError("the save", problem, "see the log of that rank")
+
+    def _check_pickles(self, allow: Collection[str]) -> None:
         for file in self.files if self.failed is None else ():
             if not isinstance(file, ArchiveFile):
                 continue
