@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -89,6 +91,23 @@ def in_threads(
                 stopped.set()
             for future in running:
                 future.cancel()
+
+
+def in_order(tasks: Iterator[Callable[[], T]], jobs: int) -> Generator[T, None, None]:
+    """Run tasks as ``in_threads`` does; yield the results in the order of the tasks."""
+    ready: dict[int, T] = {}
+    following = 0
+    numbered = (partial(_numbered, *task) for task in enumerate(tasks))
+    with contextlib.closing(in_threads(numbered, jobs)) as results:
+        for number, result in results:
+            ready[number] = result
+            while following in ready:
+                yield ready.pop(following)
+                following += 1
+
+
+def _numbered(number: int, task: Callable[[], T]) -> tuple[int, T]:
+    return number, task()
 
 
 class MemoryBudget:

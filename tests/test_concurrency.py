@@ -1,13 +1,14 @@
-"""Lazy values in threads."""
+"""Lazy values and ordered results in threads."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
-from ckpttool.concurrency import Lazy
+from ckpttool.concurrency import Lazy, in_order
 
 
 def test_a_value_requested_by_many_threads_is_computed_once() -> None:
@@ -43,3 +44,17 @@ def test_a_failed_value_is_not_computed_again() -> None:
             lazy()
     assert tried == [1]
     assert lazy.value is None
+
+
+@pytest.mark.parametrize("jobs", [2, 5])
+def test_results_in_order_wait_for_those_before_them(jobs: int) -> None:
+    second_is_done = threading.Event()
+
+    def task(number: int) -> int:
+        if number == 0:
+            assert second_is_done.wait(60)
+        if number == 1:
+            second_is_done.set()
+        return number
+
+    assert list(in_order((partial(task, n) for n in range(10)), jobs)) == list(range(10))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
@@ -85,22 +85,14 @@ def statistics(
     """
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
-        tasks = (partial(_one, sources, i, content, magnitudes, advance) for i, content in enumerate(tensors))
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
-            ready: dict[int, TensorStats] = {}
-            following = 0
-            for number, result in results:
-                ready[number] = result
-                while following in ready:
-                    yield ready.pop(following)
-                    following += 1
+        tasks = (partial(_one, sources, content, magnitudes, advance) for content in tensors)
+        with contextlib.closing(in_order(tasks, jobs or default_jobs(remote=sources.remote))) as results:
+            yield from results
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()
 
 
-def _one(
-    sources: Sources, number: int, content: Content, magnitudes: bool, advance: Advance
-) -> tuple[int, TensorStats]:
+def _one(sources: Sources, content: Content, magnitudes: bool, advance: Advance) -> TensorStats:
     state = content.state
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     finite = zeros = nan = inf = 0
@@ -124,7 +116,7 @@ def _one(
             squares += float(np.einsum("i,i->", usable, usable))
         if magnitudes:  # the sign and the exponent are the first twelve bits of a double
             histogram += np.bincount((usable.view(np.int64) >> 52) & (2 * EXPONENTS - 1), minlength=2 * EXPONENTS)
-    return number, TensorStats(
+    return TensorStats(
         name=content.name,
         state=content.key,
         dtype=state.dtype,

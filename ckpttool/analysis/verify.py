@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpttool.checksums import crc32, cuts
 from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import read_manifest, size_problems
-from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, PlanError, StorageError
@@ -30,7 +28,7 @@ from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
-T = TypeVar("T")
 PIECE_BYTES = 1 << 21
 """Bytes read, hashed and searched for NaN at once: they fit into the cache; with less, threads wait for each other."""
 CHUNK_BYTES = 1 << 22
@@ -186,7 +183,7 @@ def _compare(
     try:
         failed = failed_checks(checks, advance=meter, jobs=workers if deep else 1)
         # Unknown names of masters are not damage.
-        errors += sorted((e for e in failed if not isinstance(e, PlanError)), key=str)
+        errors += (e for e in failed if not isinstance(e, PlanError))
     except CkptError as error:
         errors.append(error)
     return checked, unrecorded
@@ -226,7 +223,7 @@ def _deep(
             )
             for i, f in enumerate(checkpoint.files)
         )
-        for found, count, none in _in_order(sums, jobs):
+        for found, count, none in in_order(sums, jobs):
             errors += found
             checked += count
             unrecorded += none
@@ -235,20 +232,9 @@ def _deep(
             for name, key, state in checkpoint.states()
             if _floating(state) and not all(floats[int(row["file"])].finite for row in _blocks(state))
         )
-        for found in _in_order(scans, jobs):
+        for found in in_order(scans, jobs):
             errors += found
     return errors, checked, unrecorded
-
-
-def _in_order(tasks: Iterator[Callable[[], T]], jobs: int) -> list[T]:
-    """Run tasks in threads; return their results in the order of the tasks."""
-    numbered = (partial(_numbered, *task) for task in enumerate(tasks))
-    with contextlib.closing(in_threads(numbered, jobs)) as results:
-        return [result for _, result in sorted(results, key=itemgetter(0))]
-
-
-def _numbered(number: int, task: Callable[[], T]) -> tuple[int, T]:
-    return number, task()
 
 
 def _blocks(state: State) -> NDArray[np.void]:

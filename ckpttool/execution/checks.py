@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpttool.arguments import check_choice
 from ckpttool.checksums import Record, combine, crc32
-from ckpttool.concurrency import in_threads
+from ckpttool.concurrency import in_order, in_threads
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.dtypes import SHORT_NAMES, itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, LayoutError, PlanError
@@ -498,7 +498,7 @@ REMOTE_BYTES = 1 << 23
 def failed_checks(
     checks: ConsistencyChecks, *, advance: Advance, sources: Sources | None = None, jobs: int = 1
 ) -> Iterator[CkptError]:
-    """Run every consistency check and yield one error for each parameter that fails; with several jobs, in any order.
+    """Run every consistency check and yield one error for each parameter that fails.
 
     A ``PlanError`` means that the names of the masters are unknown; a ``LayoutError`` that the files are damaged.
 
@@ -572,7 +572,7 @@ def _compare(
         advance(len(ours) + len(theirs))
         return row, same
 
-    with contextlib.closing(in_threads((partial(compare, chunk) for chunk in _chunks(checks, failed)), jobs)) as found:
+    with contextlib.closing(in_order((partial(compare, chunk) for chunk in _chunks(checks, failed)), jobs)) as found:
         yield from found
 
 

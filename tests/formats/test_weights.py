@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -254,3 +255,23 @@ def test_the_file_of_one_rank_is_not_a_whole_model(tmp_path: Path) -> None:
             with pytest.raises(LayoutError, match=f"holds .*{name}"):
                 ckpttool.consolidate(tmp_path / f"{name}-{rank}.bin", tmp_path / "out", to="safetensors")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_work_to_verify_a_file_grows_as_its_tensors_do(tmp_path: Path) -> None:
+    def calls(count: int) -> int:
+        torch.save({f"p{n}": torch.zeros(1) for n in range(count)}, tmp_path / "pytorch_model.bin")
+        counted = 0
+
+        def note(*_: object) -> None:
+            nonlocal counted
+            counted += 1
+
+        sys.setprofile(note)
+        try:
+            assert not ckpttool.verify(tmp_path, deep=True, jobs=1).findings
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    calls(10)
+    assert calls(1600) < 5 * calls(400)
