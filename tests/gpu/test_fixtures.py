@@ -31,7 +31,7 @@ pytestmark = pytest.mark.deepspeed
 BUNDLED = sorted(p.parent.name for p in (HERE / "gpu").glob("*/run.json"))
 STAND_INS = sampling.some(["zero2-bf16", "zero3-fp16"], 1)
 FIXTURES = [*(("cpu", name) for name in STAND_INS), *(("cuda", name) for name in BUNDLED)]
-RECIPE = ("name", "stage", "dtype", "world_size", "offload", "steps", "width", "layers")
+RECIPE = ("name", "stage", "dtype", "world_size", "optimizer", "offload", "steps", "width", "layers")
 
 
 @dataclass(frozen=True)
