@@ -46,7 +46,6 @@ from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, open_storage, walk
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.s3 import S3Storage, with_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -557,7 +556,11 @@ def _wrapped(filesystem: Any) -> Any:
 
 
 def _remote(fs: Any) -> RemoteStorage:
-    return S3Storage(fs) if _is_s3(fs) else RemoteStorage(fs)
+    if not _is_s3(fs):
+        return RemoteStorage(fs)
+    from ckpttool.storage.s3 import S3Storage  # imports s3fs
+
+    return S3Storage(fs)
 
 
 def _is_s3(fs: Any) -> bool:
@@ -576,12 +579,12 @@ def _as_fsspec(filesystem: Any) -> Any:
         options = {**wrapped.storage_options, **OWN}
         if not _is_s3(wrapped):
             return type(wrapped)(*wrapped.storage_args, **options)
-        from ckpttool.storage.s3 import single_attempt
+        from ckpttool.storage.s3 import single_attempt, with_defaults
 
         return single_attempt(type(wrapped))(*wrapped.storage_args, **with_defaults(options))
     if isinstance(filesystem, pyarrow.fs.S3FileSystem):
         try:
-            from ckpttool.storage.s3 import SingleAttemptFileSystem
+            from ckpttool.storage.s3 import SingleAttemptFileSystem, with_defaults
         except ImportError:
             problem = "is in S3, and s3fs is not installed"
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None

@@ -189,12 +189,19 @@ def parameters_on_nvme(live: LiveEngine) -> bool:
 def check_loadable(live: LiveEngine) -> None:
     """Check that DeepSpeed can load into an engine.
 
+    After its load into an optimizer on NVMe, module weights and moments have the initial values, without an error.
+
     Raises:
         PlanError: It cannot.
+
+    Source: DeepSpeed 0.19.8, ``load_checkpoint`` of a new process on 1 rank and on 2, on the CPU and on a GPU.
     """
     if parameters_on_nvme(live):
         problem = f"has parameters on NVMe: DeepSpeed {version()} cannot load into it"
         raise PlanError("the engine", problem, 'set "device" of offload_param to "cpu"')
+    if live.engine.zero_nvme_offload_optimizer():
+        problem = f"keeps its optimizer on NVMe: a load by DeepSpeed {version()} leaves initial values there"
+        raise PlanError("the engine", problem, 'set "device" of offload_optimizer to "cpu"')
 
 
 def data_sampler(engine: Any) -> Any:

@@ -100,9 +100,6 @@ def hand_over(live: LiveEngine, prepared: NativeState | PlannedState, *, schedul
         for name in names:
             with open(os.path.join(scratch, TAG, os.path.basename(name)), "wb"):
                 pass
-        if engine.zero_nvme_offload_optimizer():
-            swapped = os.path.join(os.path.abspath(checkpoint.location), "offloaded_tensors")
-            os.symlink(swapped, os.path.join(scratch, TAG, "offloaded_tensors"))
         replacements: dict[str, Any] = {
             "checkpoint_engine": Handover(files),
             "load_universal_checkpoint": lambda: False,  # no conversion is needed
@@ -215,7 +212,7 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
 
 def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
     """Put the values back that ``_set_aside`` took, as they were saved."""
-    if not kept or live.engine.zero_nvme_offload_optimizer():
+    if not kept:
         return
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     owners = [p for group in inner.param_groups for p in group["params"]]

@@ -41,9 +41,6 @@ def read_native(
     from ckpttool.integrations.deepspeed import stage0
     from ckpttool.integrations.deepspeed.states import check_form  # imports torch
 
-    if live.engine.zero_nvme_offload_optimizer() and checkpoint.storage.remote:
-        problem = "is on a remote storage, but swap files of NVMe offload must be copied from a local disk"
-        raise PlanError(checkpoint.location, problem, "copy it to local disk with cp")
     numbers = {file.name: number for number, file in enumerate(checkpoint.files)}
     needed = [name for name in native_files(live, list(numbers)) if name in numbers]
     nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in needed)

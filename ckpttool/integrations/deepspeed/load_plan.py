@@ -113,13 +113,13 @@ def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> 
         from ckpttool.integrations.deepspeed.states import check_states  # imports torch
 
         check_states(live, checkpoint)
-    if not why_not:
+    if fitted is None or not why_not:
         return read_native(live, checkpoint, fitted, options)
     return _prepare_planned(live, checkpoint, fitted, options, why_not)
 
 
 def _prepare_planned(
-    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
+    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, options: LoadOptions, why_not: str
 ) -> PlannedState:
     """Read the state of this rank for an engine of another layout, if all of it can be partitioned again."""
     if checkpoint.nonpartitionable and not options.without_optimizer:
@@ -133,9 +133,6 @@ def _prepare_planned(
                 checkpoint.location, f"{why_not}, and the engine has no optimizer", "pass weights_only=True"
             )
         fitted = fit(checkpoint, live.model, strict=options.strict, weights_only=False)
-    if fitted is None or live.engine.zero_nvme_offload_optimizer():
-        problem = f"{why_not}, and the engine keeps its optimizer on NVMe"
-        raise PlanError(checkpoint.location, problem, "resume on the ranks that saved it, or offload to the CPU")
     if live.model is not None and live.model.others:
         if options.strict and not options.without_optimizer:
             problem = f"{why_not}, and no other layout can restore {listed(live.model.others)} of the model"
@@ -220,7 +217,7 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
         )
     if live.topology != checkpoint.topology:
         return "was saved by other ranks"
-    if any(file.kind == "swapped" for file in checkpoint.files) and not live.engine.zero_nvme_offload_optimizer():
+    if any(file.kind == "swapped" for file in checkpoint.files):
         return "has optimizer states on NVMe, unlike the engine"
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, Mapping) else {}
