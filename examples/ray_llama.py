@@ -49,7 +49,8 @@ def train_func(config: dict[str, Any]) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(config["sizes"])).bfloat16()
+    with torch.device("cuda" if cuda else "cpu"):
+        model = LlamaForCausalLM(llama_config(config["sizes"])).bfloat16()
     settings = {
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": True},
@@ -141,12 +142,12 @@ def main() -> None:
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True)
     sizes = TINY if options.tiny else LARGE
-    every = max(1, options.steps // 3)
+    every = max(1, options.steps // 2)
     config = {
         "sizes": sizes,
         "steps": options.steps,
         "save_every": every,
-        "die_at": every + max(1, every // 2),
+        "die_at": every + max(1, every // 4),
         "text": os.path.abspath(__file__),
         "answer": str(directory / "answer.pt"),
         "log": str(directory / "events.jsonl"),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 MIN_CHUNK_BYTES = 1 << 20
 """Minimum size, in bytes, of a request for a part of a large read."""
+LOCAL_PART_BYTES = 32 << 20
+"""Bytes of a large local read that a thread reads and checks."""
 KEPT_CHUNKS = 4
 """Cached chunks: the end of a file (ZIP directory), its beginning (pickle), and the borders of the current read."""
 
@@ -45,6 +47,7 @@ class RangeFile(io.RawIOBase):
         self.nbytes = nbytes
         self._remote = remote
         self._jobs = default_jobs(remote=True)
+        self._local_jobs = default_jobs()
         # Memory holds a chunk up to four times while it is assembled; see ``PartAssembler.cost``.
         self._chunk_bytes = max(MIN_CHUNK_BYTES, memory // (4 * self._jobs))
         self._jobs = max(1, min(self._jobs, memory // (4 * self._chunk_bytes)))
@@ -107,7 +110,11 @@ class RangeFile(io.RawIOBase):
         if found is not None:
             into[:] = found
         elif not self._remote:
-            self.fill(start, into)
+            # One thread reads, while others compute checksums.
+            parts = range(0, len(into), LOCAL_PART_BYTES)
+            fills = (partial(self.fill, start + at, into[at : at + LOCAL_PART_BYTES]) for at in parts)
+            for _ in in_threads(fills, min(self._local_jobs, len(parts))):
+                pass
         else:
             for _ in in_threads(self._chunks(start, into), self._jobs):
                 pass
