@@ -24,7 +24,14 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import MAX_TAG, NoCheckpointError, SeveralModelsError, refuse_unfinished
+from ckpttool.formats.locate import (
+    MAX_TAG,
+    NoCheckpointError,
+    SeveralModelsError,
+    checkpoints_below,
+    framework_directory,
+    refuse_unfinished,
+)
 from ckpttool.formats.scan import (
     Found,
     commits,
@@ -55,7 +62,7 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.marks import Pin
@@ -359,21 +366,21 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
+        holds_one = reported or _holds_one(name)
         try:
             checkpoint = _first_model(path, options, errors)
-        except NoCheckpointError:
-            return None
+        except NoCheckpointError as error:
+            if not reported:
+                return None
+            errors.append(error)
         except CkptError as error:
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        if (
-            checkpoint is not None
-            and parent(checkpoint.root) == path
-            and step_of_folder(posixpath.basename(checkpoint.root), "-") is not None
-        ):
-            return None  # a Trainer's output folder: its checkpoints belong to another root
+        nested = checkpoint is not None and checkpoint.root.startswith(f"{path}/")
+        if nested and not holds_one and framework_directory(storage, path, None) is None:
+            return None  # its checkpoints belong to another root
         if checkpoint is None or checkpoint.root == path:
-            errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
+            errors += _own_root(storage, path, holds_one=holds_one)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
     directory = checkpoint.location if checkpoint else path
@@ -434,7 +441,9 @@ def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[Ckpt
     """
     try:
         return open_checkpoint(path, options=options, report=errors.append)
-    except SeveralModelsError as error:
+    except (NoCheckpointError, SeveralModelsError) as error:
+        if not error.directories:
+            raise
         first, *_ = [open_checkpoint(one, options=options, report=errors.append) for one in error.directories]
         return first
 
@@ -631,6 +640,57 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
     dated.sort(key=lambda pair: (pair[0], pair[1].path), reverse=True)  # old manifests have no numbers
     found = {one.path: one for _, one in dated}
     return [found[saved.name] for saved in newest_first([Saved.of(p, o.step, o.manifest) for p, o in found.items()])]
+
+
+def run_candidates(storage: Storage, run: str, reported: str, known: Collection[str]) -> list[str]:
+    """Return the checkpoints to resume a run of Ray Train from, newest first: commits, and one saved without ckpttool.
+
+    Args:
+        storage: Storage of the run.
+        run: Its directory.
+        reported: Path or URL of the checkpoint that Ray resumes from; "" without one.
+        known: Names of the checkpoints that Ray knows; it has got all of them before ``reported``, or that one.
+
+    Raises:
+        LayoutError: The newest checkpoint is ``reported``, and contains nothing that ckpttool reads.
+        StorageError: A directory cannot be read.
+    """
+    commits = run_commits(storage, run)
+    found = [one.path for one in commits]
+    if not reported or _OWN.fullmatch(posixpath.basename(reported)):
+        return found
+    others = checkpoints_of_ray(storage, reported)
+    step = others[0].step if others and others[0].is_tag else -1
+    written = max((e.modified or 0.0 for _, e in walk(storage, reported)), default=0.0)
+
+    def is_older(one: Found) -> bool:
+        """Return whether Ray knows the commit; else it was saved by a worker that died, perhaps before ``reported``."""
+        same = one.step == step or step < 0
+        created = 0.0 if one.manifest is None else one.manifest.created
+        return posixpath.basename(one.root) in known or one.step < step or (same and created <= written)
+
+    place = next((n for n, one in enumerate(commits) if is_older(one)), len(commits))
+    if not others and not place:
+        problem = "is the checkpoint that Ray resumes from, and contains none that ckpttool reads"
+        hint = "load it as the script that saved it does, or choose another name in RunConfig to start from scratch"
+        raise LayoutError(reported, problem, hint)
+    return [*found[:place], *(one.path for one in others), *found[place:]]
+
+
+def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
+    """Return the tags in a checkpoint of Ray Train, best first, or else the directory of another format, or of several.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    if tags := candidates(storage, path):
+        return tags
+    below = [one.removeprefix(path).lstrip("/") for one in checkpoints_below(storage, path)]
+    inner = below[0] if len(below) == 1 else posixpath.commonpath(map(posixpath.dirname, below)) if below else None
+    if inner is None:
+        return []
+    directory = posixpath.join(path, inner)
+    return candidates(storage, directory) or [Found(storage, *posixpath.split(directory.rstrip("/")))]
 
 
 def _written(one: Found) -> float:

@@ -253,7 +253,9 @@ def _open(
     except LayoutError as error:
         found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
         inner = framework_directory(storage, src, tag) if found is None and not others else None
-        if inner is not None:
+        if inner is None and isinstance(error, NoCheckpointError) and len(error.directories) == 1 and not others:
+            (inner,) = error.directories
+        if found is None and inner is not None:
             return _open([inner], storage, None, report, unfinished, trust_names)
         if found is None:
             raise

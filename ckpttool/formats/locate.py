@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.scan import has_files_of_tag, named_tag, natural_order, scan, trainer_folders
+from ckpttool.formats.scan import MAX_PARTS, has_files_of_tag, named_tag, natural_order, scan, trainer_folders
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 MAX_TAG = 1024
 """Most characters of a tag: S3 has no longer names; a longer text is not a valid ``latest``."""
 MAX_RUNS = 20
-"""Most subdirectories that an error looks into for checkpoints to name."""
-RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""Subdirectories of a Ray Train checkpoint that contain the checkpoint of a Trainer or of Lightning.
-
-Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
+"""Most checkpoints that an error names."""
 
 
 class Foreign(NamedTuple):
@@ -87,6 +83,9 @@ OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pyto
 class NoCheckpointError(LayoutError):
     """A directory contains no DeepSpeed checkpoint; it may have another format."""
 
+    directories: Sequence[str] = ()
+    """Directories further below that contain checkpoints."""
+
 
 class SeveralModelsError(LayoutError):
     """A directory contains the checkpoints of several models of one run."""
@@ -113,8 +112,8 @@ class Location(NamedTuple):
 def locate(storage: Storage, src: str, tag: str | None) -> Location:
     """Find the directory of a tag.
 
-    ``src`` is a checkpoint root with ``latest`` (such as a Hugging Face Trainer's ``checkpoint-N``), a tag's directory,
-    or a checkpoint of Ray Train that contains one of these.
+    ``src`` is a checkpoint root with ``latest`` (such as a Hugging Face Trainer's ``checkpoint-N``), or a tag's
+    directory.
 
     Raises:
         LayoutError: The directory contains no checkpoint or several, or ``latest`` names a missing one.
@@ -144,16 +143,16 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         tag = _read_latest(storage, src, found, latest)
     else:
         tags = _tags(found)
-        inner = next((e.name for e in entries if e.is_dir and e.name in RAY_INNER), None)
-        if not tags and inner is not None:
-            return locate(storage, posixpath.join(src, inner), None)
         for directory in _of_trainer(found) if not tags else ():
             with contextlib.suppress(LayoutError):
                 return locate(storage, directory, None)
         if not tags:
             if foreign := _foreign(src, entries):
                 raise NoCheckpointError(src, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
-            raise NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(found))
+            below = checkpoints_below(storage, src)
+            error = NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(src, found, below))
+            error.directories = below
+            raise error
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
@@ -169,6 +168,32 @@ def holds_checkpoint(storage: Storage, path: str) -> bool:
     entries = storage.listing(path) if storage.is_dir(path) else []
     names = {entry.name for entry in entries if not entry.is_dir}
     return has_files_of_tag(entries) or not names.isdisjoint({LATEST, LATEST_UNIVERSAL, MANIFEST})
+
+
+def checkpoints_below(storage: Storage, path: str, depth: int = MAX_PARTS) -> list[str]:
+    """Return the directories below a path that contain checkpoints; not those further below them.
+
+    Scripts of Ray's pages save into a subdirectory of a checkpoint of Ray, with a name of their own; Ray's callbacks
+    for the Trainer and Lightning, into "checkpoint" and "checkpoint.ckpt".
+
+    Args:
+        storage: The storage.
+        path: The directory.
+        depth: Number of levels below the path.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    found = []
+    for one in scan(storage, path, depth=1):
+        if one.hidden or one.outside:
+            continue
+        dcp = storage.exists(posixpath.join(one.path, ".metadata"))
+        if dcp or holds_checkpoint(storage, one.path) or _tags(scan(storage, one.path, depth=1)):
+            found.append(one.path)
+        elif depth > 1:
+            found += checkpoints_below(storage, one.path, depth - 1)
+    return sorted(found, key=natural_order)
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:
@@ -280,14 +305,10 @@ def _model_of_verl(step: str, entries: Sequence[Entry]) -> str | None:
     return models[0] if models else None
 
 
-def _look_elsewhere(found: list[Found]) -> str:
-    directories = sorted(found, key=lambda one: natural_order(one.tag))
-    nested = [one.tag for one in directories if one.tag.startswith("checkpoint-")]
-    if not nested:  # a directory of runs
-        runs = directories[:MAX_RUNS]
-        nested = [one.tag for one in runs if _is_file(one.storage, posixpath.join(one.path, LATEST))]
+def _look_elsewhere(src: str, found: list[Found], below: Sequence[str]) -> str:
+    nested = [one.tag for one in trainer_folders(found, "-")][::-1] or [path[len(src) :].lstrip("/") for path in below]
     if nested:
-        return f"pass one of its checkpoints: {', '.join(nested)}"
+        return f"pass one of its checkpoints: {', '.join(nested[:MAX_RUNS])}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
 
 

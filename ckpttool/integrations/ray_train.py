@@ -33,8 +33,15 @@ import ray.train
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpttool.catalog.cleanup import remove_unchanged
-from ckpttool.catalog.entries import PREFIX, directory_name, last_commit, latest_of_ray, ray_folders, run_commits
-from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.entries import (
+    checkpoints_of_ray,
+    directory_name,
+    last_commit,
+    latest_of_ray,
+    listed_by_ray,
+    ray_folders,
+    run_candidates,
+)
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
@@ -302,10 +309,9 @@ class RayTrainCheckpoints:
 
     def _found(self) -> list[str]:
         """Return the checkpoints to resume from, newest first."""
-        known = ray.train.get_checkpoint()
-        return _run_candidates(
-            self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path)
-        )
+        newest = ray.train.get_checkpoint()
+        reported = "" if newest is None else url_of(newest.filesystem, newest.path)
+        return run_candidates(self._manager.source, self._root, reported, _known_to_ray() if reported else ())
 
     def _report_unknown(self, found: list[str], restored: str) -> None:
         """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
@@ -319,10 +325,7 @@ class RayTrainCheckpoints:
 
     def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, float]]]:
         storage, unheard = self._storage, []
-        reported = ray.train.get_all_reported_checkpoints(
-            consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
-        )
-        known = {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in reported}
+        known = _known_to_ray()
         for path in found[found.index(restored) :]:
             root, tag = posixpath.split(path)
             name = posixpath.basename(root)
@@ -380,21 +383,12 @@ class RayTrainCheckpoints:
         return bool(new)
 
 
-def _run_candidates(storage: Storage, run: str, reported: str) -> list[str]:
-    """Return the checkpoints of a run, newest first: commits, and the last one reported without ckpttool."""
-    commits = run_commits(storage, run)
-    found = [one.path for one in commits]
-    if reported and not posixpath.basename(reported).startswith(PREFIX):
-        for other in reversed(candidates(storage, reported)):
-            found.insert(next((n for n, c in enumerate(commits) if c.step < other.step), len(commits)), other.path)
-    return found
-
-
 def _candidates(storage: Storage, root: str) -> list[str]:
     """Return the checkpoints at a path of the user: a run, a root of checkpoints, or one checkpoint of any format."""
     latest = latest_of_ray(storage, root)
-    found = _run_candidates(storage, root, posixpath.join(root, latest) if latest else "")
-    return found or [one.path for one in candidates(storage, root)] or [root]
+    reported = posixpath.join(root, latest) if latest else ""
+    found = run_candidates(storage, root, reported, listed_by_ray(storage, root))
+    return found or [one.path for one in checkpoints_of_ray(storage, root)] or [root]
 
 
 def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
@@ -632,11 +626,14 @@ class RayRun:
 
     def reported(self) -> set[str]:
         """Return the names of the checkpoints that Ray knows."""
-        import ray.train
+        return _known_to_ray()
 
-        mode = ray.train.CheckpointConsistencyMode.COMMITTED
-        known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
-        return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
+
+def _known_to_ray() -> set[str]:
+    """Return the names of the checkpoints of this run that Ray has recorded."""
+    mode = ray.train.CheckpointConsistencyMode.COMMITTED
+    known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
+    return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
 
 
 def current_run() -> RayRun | None:

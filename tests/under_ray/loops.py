@@ -209,7 +209,7 @@ def resuming(config: dict[str, Any]) -> None:
     assert restored is not None
     assert restored.rank_state == {"rank": rank}
     found["rank states"] = list(restored.rank_states)
-    found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
+    found["unlisted"] = _with_a_failure(0, ray_train, "run_candidates", lambda: ray_train.restore(engine))
     found["unwritten"] = _with_a_failure(2, files, "write_files", lambda: ray_train.report(engine, {"loss": 0.0}))
     train()
     RayTrainCheckpoints(grace=0.0).report(engine, {"loss": 0.125}, client_state={"step": 4})

@@ -17,6 +17,7 @@ from ckpttool.catalog.entries import (
     last_commit,
     latest_of_ray,
     listed_by_ray,
+    run_candidates,
     run_commits,
 )
 from ckpttool.checksums import of_bytes
@@ -169,6 +170,63 @@ def test_every_command_reads_the_checkpoints_of_rays_callbacks(tmp_path: Path, i
     assert (tmp_path / "out" / "config.json").exists() == (HERE / "checkpoints" / fixture / "config.json").exists()
     (entry,) = ckpttool.ls(run).entries
     assert (entry.name, entry.whole, entry.reported) == (OF_RAY, True, True)
+
+
+# ------------------------------------------------------------------------------------------------- documented saves
+
+
+@pytest.mark.parametrize("inner", ["epoch", "x/y"])
+def test_a_checkpoint_in_a_folder_of_a_checkpoint_is_found(inner: str, tmp_path: Path) -> None:
+    _save(tmp_path, f"{OF_RAY}/{inner}")
+    _list(tmp_path, OF_RAY)
+    directory = str(tmp_path / OF_RAY / inner / "global_step3")
+    assert ckpttool.inspect(tmp_path / OF_RAY).location == directory
+    assert not ckpttool.verify(tmp_path / OF_RAY, deep=True).findings
+    (entry,) = ckpttool.ls(tmp_path).entries
+    assert (entry.name, entry.whole, entry.step, entry.reported) == (OF_RAY, True, 3, True)
+    (decision,) = ckpttool.prune(tmp_path, keep_last=1)
+    assert decision.keep
+    assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [directory]
+
+
+def test_the_folders_of_two_engines_are_one_checkpoint(tmp_path: Path) -> None:
+    for inner in ("a", "b"):
+        _save(tmp_path, f"{OF_RAY}/{inner}")
+    (entry,) = ckpttool.ls(tmp_path).entries
+    assert (entry.name, entry.whole) == (OF_RAY, True)
+    with pytest.raises(LayoutError, match="pass one of its checkpoints: a, b"):
+        ckpttool.inspect(tmp_path / OF_RAY)
+    assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [str(tmp_path / OF_RAY)]
+
+
+def test_the_checkpoints_of_a_run_are_not_those_of_the_directory_above(tmp_path: Path) -> None:
+    _save(tmp_path / "run", "x")
+    _save(tmp_path, OF_RAY)
+    assert [e.name for e in ckpttool.ls(tmp_path).entries] == [OF_RAY]
+
+
+def test_a_checkpoint_that_ray_names_and_nobody_reads_is_an_error(tmp_path: Path) -> None:
+    own = _commit(tmp_path, 5, "aa", 1.0, 1)
+    (tmp_path / OF_RAY).mkdir()
+    (tmp_path / OF_RAY / "model.pt").write_text("weights")
+    _list(tmp_path, own, OF_RAY)
+    with pytest.raises(LayoutError, match=f"{OF_RAY}: is the checkpoint that Ray resumes from, and contains none"):
+        run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {own, OF_RAY})
+    newer = _commit(tmp_path, 6, "bb", 4e9, 2)  # Ray has not heard of it
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {own, OF_RAY})
+    assert [os.path.basename(os.path.dirname(path)) for path in found] == [newer, own]
+    entries = {e.name: e for e in ckpttool.ls(tmp_path).entries}
+    assert entries[OF_RAY].problem == "contains no checkpoint"
+
+
+@pytest.mark.parametrize("step", [2, 3, 8])
+def test_what_ray_got_last_is_newer_than_all_that_it_knows(step: int, tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", 1.0, 1), _commit(tmp_path, step, "bb", 4e9, 2)]
+    other = _save(tmp_path, OF_RAY)  # at step 3
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {*names, OF_RAY})
+    assert found[0] == str(other)
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {names[0], OF_RAY})
+    assert found.index(str(other)) == (0 if step < 3 else 1), "of a later step, or committed later"
 
 
 # ------------------------------------------------------------------------------------------------- storages
