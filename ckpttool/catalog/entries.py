@@ -146,9 +146,9 @@ class CatalogEntry:
         return (self.problem or "").startswith(OWN_ROOT)
 
     @property
-    def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
-        """Sort key, older checkpoints first: by step, or by the last number in the name if the step is unknown."""
-        return last_number(self.name) if self.step is None else self.step, natural_order(self.name)
+    def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
+        """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
+        return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
 
 
 class _Listed(NamedTuple):
@@ -423,7 +423,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         state=state,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
-    saved = Saved.of(name, one.order[0], manifest, marked=marked)
+    saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
     best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
     for above, _ in below(storage, path, TRAINER_STATE):
         try:
@@ -565,7 +565,7 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 """File in which Ray Train lists the checkpoints of the run."""
 MAX_BYTES = 1 << 28
 """Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
-_OWN = re.compile(rf"{PREFIX}\d+_[0-9a-f]+")
+_OWN = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
 _OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 
 
@@ -594,14 +594,21 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
     return newest_first(found)
 
 
-def directory_name(step: int, token: str) -> str:
+def directory_name(step: int, number: int, token: str) -> str:
     """Return the name of a save's directory; it is unique, so that the directory contains no old files.
 
     Args:
         step: Steps of the engine.
+        number: ``Manifest.number``; it orders the names of saves of one step.
         token: Unique hexadecimal text.
     """
-    return f"{PREFIX}{step:08d}_{token}"
+    return f"{PREFIX}{step:08d}_{number:06d}_{token}"
+
+
+def _step_in(name: str) -> int:
+    """Return the step in the name of a checkpoint; -1 without one."""
+    own = _OWN.fullmatch(name)
+    return last_number(name) if own is None else int(own[1])
 
 
 def is_checkpoint_name(name: str) -> bool:

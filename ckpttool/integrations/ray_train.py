@@ -178,9 +178,7 @@ class RayTrainCheckpoints:
         """
         self.finish()
         step = int(engine.global_steps)
-        name, *before = self._on_first_worker(
-            lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()], step
-        )
+        name, *before = self._on_first_worker(lambda: self._next(step), step)
         self._manager.save_into(
             posixpath.join(self._root, name),
             engine,
@@ -196,11 +194,12 @@ class RayTrainCheckpoints:
         if not self._manager.saves_in_background:
             self.finish()
 
-    def _previous_commit(self) -> tuple[str, int]:
-        """Return attempt and number of the previous commit. Each commit has its own root, without ``latest``."""
+    def _next(self, step: int) -> tuple[str, str, int]:
+        """Return the directory of the next save, and attempt and number of the previous commit, which has another."""
         if self._last is None:
             self._last = last_commit(self._storage, self._root)
-        return self._last
+        attempt, number = self._last
+        return directory_name(step, number + 1, secrets.token_hex(4)), attempt, number
 
     def finish(self) -> None:
         """Wait for the save in the background, and report it to Ray Train; on every worker.

@@ -24,6 +24,7 @@ from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.cli.command import ckpttool as command
 from tests.truth import HERE, source
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ def _save(run: Path, name: str, tag: str = "global_step3") -> Path:
 
 
 def _commit(run: Path, step: int, token: str, created: float, number: int = 0) -> str:
-    name = directory_name(step, token)
+    name = directory_name(step, number, token)
     directory = _save(run, name, f"global_step{step}")
     manifest = Manifest(
         tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2, number=number,
-        metrics={"loss": 1.0 / step}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
+        metrics={"loss": 1.0 / (step or 1)}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
     )  # fmt: skip
     (directory / MANIFEST).write_bytes(manifest.to_json())
     os.utime(directory / MANIFEST, (created, created))
@@ -61,7 +62,7 @@ def _list(run: Path, *names: str) -> None:
 
 def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path) -> None:
     names = [_commit(tmp_path, 9, "bb", 3.0), _commit(tmp_path, 10, "cc", 1.0), _commit(tmp_path, 10, "aa", 2.0)]
-    torn = tmp_path / directory_name(11, "dd") / "global_step11"
+    torn = tmp_path / directory_name(11, 1, "dd") / "global_step11"
     torn.mkdir(parents=True)
     (torn / MARK).write_text("{}")
     _save(tmp_path, OF_RAY)
@@ -94,7 +95,7 @@ def test_checkpoints_removed_by_ray_meanwhile_are_left_out(tmp_path: Path, monke
     assert [os.path.basename(c.root) for c in run_commits(LOCAL, str(tmp_path))] == [stays]
 
 
-@pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_123456789_0a1b2c3d"])
+@pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_00000012_000003_0a1b2c3d"])
 def test_names_of_checkpoints_are_known(name: str) -> None:
     assert is_checkpoint_name(name)
     assert not is_checkpoint_name(f"{name}.removed")
@@ -227,6 +228,34 @@ def test_what_ray_got_last_is_newer_than_all_that_it_knows(step: int, tmp_path: 
     assert found[0] == str(other)
     found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {names[0], OF_RAY})
     assert found.index(str(other)) == (0 if step < 3 else 1), "of a later step, or committed later"
+
+
+def test_saves_of_an_engine_that_counts_no_steps_are_in_the_order_of_the_commits(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, 0, token, 1.0, number) for number, token in enumerate(("cc", "aa", "dd", "bb"), 1)]
+    assert sorted(names) == names
+    assert [e.name for e in ckpttool.ls(tmp_path).entries] == names
+    states = [line.split()[-1] for line in command("ls", tmp_path).stdout.splitlines()[1:]]
+    assert states == ["whole", "whole", "whole", "newest"]
+    ckpttool.prune(tmp_path, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == names[2:]
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_prune_without_the_snapshot_keeps_the_newest_of_both_kinds(step: int, tmp_path: Path) -> None:
+    """Saves of Ray's documented way and commits, in turn; the documented ones are at step 3."""
+    steps = (step, 6) if step else (3, 3)
+    own = [_commit(tmp_path, steps[0], "aa", 2e9, 1), _commit(tmp_path, steps[1], "bb", 4e9, 2)]
+    documented = [OF_RAY.replace("11-21", f"11-2{n}") for n in (1, 2, 3)]
+    for name, written in zip(documented, (1e9, 3e9, 5e9), strict=True):
+        _save(tmp_path, name)
+        for path in (tmp_path / name).rglob("*"):
+            os.utime(path, (written, written))
+    expected = [own[1], own[0]] if step else [documented[2], own[1], documented[1], own[0], documented[0]]
+    ranked = sorted(ckpttool.ls(tmp_path).entries, key=lambda e: -e.rank)
+    assert [e.name for e in ranked][: len(expected)] == expected
+    shutil.rmtree(tmp_path / own[1])
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert [p.name for p in tmp_path.iterdir()] == [own[0] if step else documented[2]]
 
 
 # ------------------------------------------------------------------------------------------------- storages
