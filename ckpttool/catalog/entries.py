@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Saved, candidates, last_after, latest_tag, newest_first
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import read_manifest, size_problems
+from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
@@ -29,7 +29,6 @@ from ckpttool.formats.locate import (
     NoCheckpointError,
     SeveralModelsError,
     checkpoints_below,
-    framework_directory,
     refuse_unfinished,
 )
 from ckpttool.formats.scan import (
@@ -376,14 +375,13 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        nested = checkpoint is not None and checkpoint.root.startswith(f"{path}/")
-        if nested and not holds_one and framework_directory(storage, path, None) is None:
+        if checkpoint is not None and not holds_one and checkpoint.root in checkpoints_below(storage, path):
             return None  # its checkpoints belong to another root
-        if checkpoint is None or checkpoint.root == path:
+        if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
             errors += _own_root(storage, path, holds_one=holds_one)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
-    directory = checkpoint.location if checkpoint else path
+    directory = commit_directory(storage, checkpoint.location)[0] if checkpoint else path
     manifest: Manifest | None = None
     if is_commit(storage, directory):
         try:
@@ -406,7 +404,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         format=checkpoint.format if checkpoint else None,
         stage=checkpoint.stage if checkpoint else None,
         world_size=checkpoint.topology.world_size if checkpoint else None,
-        step=checkpoint.step if checkpoint else None,
+        step=_step_of(checkpoint, manifest),
         nbytes=0 if link else nbytes,
         modified=modified,
         whole=checkpoint is not None and not errors,
@@ -431,6 +429,13 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _step_of(checkpoint: Checkpoint | None, manifest: Manifest | None) -> int | None:
+    """Return the step of a checkpoint; of several engines, the step of the one that the save names first."""
+    if manifest is not None and manifest.engines:
+        return manifest.step
+    return checkpoint.step if checkpoint else None
 
 
 def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[CkptError]) -> Checkpoint:

@@ -58,7 +58,7 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     newer: its run was killed before it wrote ``latest``. The checkpoints that these were trained from follow, from
     parent to parent; then others by step, from which they may have been trained; then the commits of later steps than
     the last parent's, which a run has abandoned when it went back. Clocks do not count, except without ``latest`` to
-    place a checkpoint that is no commit: before the commits that are neither of a later step nor of a later time.
+    place a checkpoint that is not a commit: before the commits that are neither of a later step nor of a later time.
 
     Args:
         found: The checkpoints; checkpoints that nothing else orders keep this order.

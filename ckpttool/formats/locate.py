@@ -136,6 +136,8 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
         return Location(root, src, name)
     found = scan(storage, src, depth=1)
+    if tag is None and any(e.name == MANIFEST for e in entries) and (engines := _tags(found)):
+        raise _several(src, [posixpath.join(src, name) for name in engines])
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(found)))
@@ -147,16 +149,19 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             with contextlib.suppress(LayoutError):
                 return locate(storage, directory, None)
         if not tags:
-            if foreign := _foreign(src, entries):
-                raise NoCheckpointError(src, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
             below = checkpoints_below(storage, src)
+            if not below and (foreign := _foreign(src, entries)):
+                raise NoCheckpointError(src, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
             error = NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(src, found, below))
             error.directories = below
             raise error
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
-    return Location(src, posixpath.join(src, tag), tag)
+    directory = posixpath.join(src, tag)
+    if storage.exists(posixpath.join(directory, MANIFEST)) and not has_files_of_tag(storage.listing(directory)):
+        return locate(storage, directory, None)  # raises: it contains several engines
+    return Location(src, directory, tag)
 
 
 def holds_checkpoint(storage: Storage, path: str) -> bool:
@@ -171,7 +176,7 @@ def holds_checkpoint(storage: Storage, path: str) -> bool:
 
 
 def checkpoints_below(storage: Storage, path: str, depth: int = MAX_PARTS) -> list[str]:
-    """Return the directories below a path that contain checkpoints; not those further below them.
+    """Return the directories below a path that contain DeepSpeed checkpoints; not those further below them.
 
     Scripts of Ray's pages save into a subdirectory of a checkpoint of Ray, with a name of their own; Ray's callbacks
     for the Trainer and Lightning, into "checkpoint" and "checkpoint.ckpt".
@@ -188,8 +193,8 @@ def checkpoints_below(storage: Storage, path: str, depth: int = MAX_PARTS) -> li
     for one in scan(storage, path, depth=1):
         if one.hidden or one.outside:
             continue
-        dcp = storage.exists(posixpath.join(one.path, ".metadata"))
-        if dcp or holds_checkpoint(storage, one.path) or _tags(scan(storage, one.path, depth=1)):
+        named = any(_is_file(storage, posixpath.join(one.path, name)) for name in (LATEST, LATEST_UNIVERSAL))
+        if named or one.is_tag or _tags(scan(storage, one.path, depth=1)):
             found.append(one.path)
         elif depth > 1:
             found += checkpoints_below(storage, one.path, depth - 1)
@@ -298,11 +303,15 @@ def _model_of_verl(step: str, entries: Sequence[Entry]) -> str | None:
     """
     models = sorted(posixpath.join(step, entry.name) for entry in entries if entry.is_dir and entry.name in OF_VERL)
     if len(models) > 1:
-        names = " and ".join(map(posixpath.basename, models))
-        error = SeveralModelsError(step, f"has the checkpoints of {names}", f"pass one of them: {models[0]}")
-        error.directories = models
-        raise error
+        raise _several(step, models)
     return models[0] if models else None
+
+
+def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
+    names = " and ".join(map(posixpath.basename, directories))
+    error = SeveralModelsError(path, f"has the checkpoints of {names}", f"pass one of them: {directories[0]}")
+    error.directories = directories
+    return error
 
 
 def _look_elsewhere(src: str, found: list[Found], below: Sequence[str]) -> str:
@@ -327,6 +336,7 @@ def _is_there(storage: Storage, src: str, tag: str) -> bool:
     """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""
     directory = posixpath.join(src, tag)
     try:
-        return _is_name(tag) and storage.is_dir(directory) and has_files_of_tag(storage.listing(directory))
+        entries = storage.listing(directory) if _is_name(tag) and storage.is_dir(directory) else []
+        return has_files_of_tag(entries) or any(entry.name == MANIFEST for entry in entries)
     except StorageError:
         return True

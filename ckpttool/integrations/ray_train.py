@@ -18,6 +18,7 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import numbers
@@ -45,9 +46,10 @@ from ckpttool.catalog.entries import (
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, PlanError
 from ckpttool.formats.scan import scan
-from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.deepspeed.engine import check_engine
+from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, engines_by_name
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.saving.two_phase import settle
@@ -167,7 +169,8 @@ class RayTrainCheckpoints:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
+                "critic": b}, which are one checkpoint. The same in each call of a worker.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
@@ -177,7 +180,8 @@ class RayTrainCheckpoints:
                 was neither committed nor reported.
         """
         self.finish()
-        step = int(engine.global_steps)
+        _of_this_run(engine)
+        step = int(first_engine(engine).global_steps)
         name, *before = self._on_first_worker(lambda: self._next(step), step)
         self._manager.save_into(
             posixpath.join(self._root, name),
@@ -248,7 +252,8 @@ class RayTrainCheckpoints:
         """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by the names that they were saved
+                with, or by the names of their folders in a checkpoint of the documented way.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
@@ -280,12 +285,13 @@ class RayTrainCheckpoints:
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, options, required)
+        _of_this_run(engine)
         found = self._manager.begin_restore(engine, self._found, options, **required)
         opener = self._manager.opener(**required)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
         self.restored = self._manager.restored
         if self._manager.restored is not None:
-            self._report_unknown(found, self._manager.restored.path)
+            self._report_unknown(found, self._manager.restored_path)
         return state
 
     def _restore_given(
@@ -431,7 +437,7 @@ class _Exceptions:
 
     def __init__(self, queue: Any, before: Callable[[], None]) -> None:
         self._queue = queue
-        self._previous_commit = before
+        self._before = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -440,7 +446,7 @@ class _Exceptions:
         """Pass an exception to Ray, or None for no exception."""
         try:
             if error is not None:
-                self._previous_commit()
+                self._before()
         finally:
             self._queue.put(error, *arguments, **options)
 
@@ -472,6 +478,34 @@ def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
 """The object that implements the functions below, by the run's storage: each run of a worker process has its own."""
+
+
+_ENGINES: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+"""The engines that a run saves and restores by default, by the run's storage."""
+
+
+def first_engine(engine: Any) -> Any:
+    """Return an engine, or the first of several."""
+    return next(iter(engines_by_name(engine).values()))
+
+
+def _of_this_run(engine: Any) -> None:
+    """Refuse an engine beside another one that the run saves: a restore would load the newest of both into each.
+
+    Raises:
+        ArgumentError: It is not an engine, or the run saves another engine, which is still there.
+    """
+    engines, known = engines_by_name(engine), _ENGINES.get(_run_storage(), {})
+    for one in engines.values():
+        check_engine(one)
+    if any(one() is not engines.get(name) for name, one in known.items()):
+        gc.collect()  # an engine that was replaced
+    alive = {name: one() for name, one in known.items() if one() is not None}
+    if alive and alive != engines:
+        problem = "is another than the engine that this worker has saved or restored before in this run"
+        hint = 'pass all engines of the run together, in each call: {"policy": a, "critic": b}'
+        raise ArgumentError("engine", problem, hint)
+    _ENGINES[_run_storage()] = {name: weakref.ref(one) for name, one in engines.items()}
 
 
 def _current() -> RayTrainCheckpoints:

@@ -102,7 +102,7 @@ def _do(job: dict[str, Any], directory: Path) -> None:
     forked.end_if_stuck(SECONDS)
     runs: dict[str, Callable[..., None]] = {
         "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
-        "frameworks": _frameworks,
+        "frameworks": _frameworks, "several": _several,
     }  # fmt: skip
     name = job["name"]
     try:
@@ -165,6 +165,16 @@ def _resume(directory: Path) -> None:
     config = {"facts": str(directory), "sources": sources, "missing": str(directory / "nowhere")}
     second = fit(loops.resuming, config, 3, **here)
     loops.note(str(directory), "second.json", _told(second))
+
+
+def _several(directory: Path) -> None:
+    join()
+    config = {"facts": str(directory)}
+    for part, workers, name in (
+        ("documented", 2, "several"), ("resumed", 1, "several"), ("resumed again", 2, "several"), ("plain", 1, "plain"),
+        ("resumed plain", 1, "plain"),
+    ):  # fmt: skip
+        fit(loops.several, {**config, "part": part}, workers, name=name, storage_path=str(directory))
 
 
 def _ending(directory: Path, endings: list[str]) -> None:

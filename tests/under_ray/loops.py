@@ -239,6 +239,57 @@ def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -
     return everybody
 
 
+def several(config: dict[str, Any]) -> None:
+    """Two engines of one architecture; in a folder of each as documented, and resumed by name."""
+    import ray.train.collective
+    import torch
+
+    from ckpttool import CkptError
+    from ckpttool.integrations import ray_train
+
+    made = {"policy": engine_of(2), "critic": engine_of(3)}
+    engines = {name: engine for name, (engine, _) in made.items()}
+    found: dict[str, Any] = {}
+
+    def refused(engine: Any) -> str:
+        try:
+            ray_train.restore(engine)
+        except CkptError as error:
+            return str(error)
+        return ""
+
+    with tempfile.TemporaryDirectory() as directory:
+        if config["part"] == "plain":
+            Path(directory, "model.pt").write_text("weights")
+            ray.train.report({"loss": 1.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+        elif config["part"] == "documented":
+            for number, (name, (engine, train)) in enumerate(made.items(), 1):
+                for _ in range(number):
+                    train()
+                os.mkdir(os.path.join(directory, name))
+                engine.save_checkpoint(os.path.join(directory, name), client_state={"of": name})
+            ray.train.collective.barrier()
+            ray.train.report({"loss": 1.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+        elif config["part"] == "resumed plain":
+            found["error"] = refused(engines["policy"])
+        else:
+            found["alone"] = refused(engines["policy"])
+            ray_train._ENGINES.clear()
+            found["state"] = ray_train.restore(engines)
+            found["second alone"] = refused(engines["critic"])
+            found["restored"] = [digest_of(engine) for engine in engines.values()]
+            for _, train in made.values():
+                train()
+            try:
+                ray_train.report(torch.nn.Linear(2, 2), {"loss": 0.0})
+            except CkptError as error:
+                found["module"] = str(error)
+            ray_train.report(engines, {"loss": 0.5}, client_state={"of": "both"})
+    found["saved"] = [digest_of(engine) for engine in engines.values()]
+    if ray.train.get_context().get_world_rank() == 0:
+        note(config["facts"], f"several {config['part']}.json", found)
+
+
 def in_background(config: dict[str, Any]) -> None:
     """Saves in the background; at the end one as documented, or one that still runs when the function has returned."""
     import ray.train.collective

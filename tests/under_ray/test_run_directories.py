@@ -190,12 +190,13 @@ def test_a_checkpoint_in_a_folder_of_a_checkpoint_is_found(inner: str, tmp_path:
     assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [directory]
 
 
-def test_the_folders_of_two_engines_are_one_checkpoint(tmp_path: Path) -> None:
-    for inner in ("a", "b"):
+@pytest.mark.parametrize("names", [("a", "b"), ("critic", "policy"), ("actor", "critic")])
+def test_the_folders_of_two_engines_are_one_checkpoint(names: tuple[str, str], tmp_path: Path) -> None:
+    for inner in names:
         _save(tmp_path, f"{OF_RAY}/{inner}")
     (entry,) = ckpttool.ls(tmp_path).entries
     assert (entry.name, entry.whole) == (OF_RAY, True)
-    with pytest.raises(LayoutError, match="pass one of its checkpoints: a, b"):
+    with pytest.raises(LayoutError, match=f"pass one of its checkpoints: {names[0]}, {names[1]}"):
         ckpttool.inspect(tmp_path / OF_RAY)
     assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [str(tmp_path / OF_RAY)]
 
