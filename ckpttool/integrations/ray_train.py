@@ -28,6 +28,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pyarrow.fs
 import ray.train
@@ -614,21 +615,83 @@ def _as_fsspec(filesystem: Any) -> Any:
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
 
         # pyarrow exposes its arguments only in its pickle form.
-        given = filesystem.__reduce__()[1][0]
-        endpoint = given.get("endpoint_override") or None
-        if endpoint and "://" not in endpoint:
-            endpoint = f"{given.get('scheme') or 'https'}://{endpoint}"
-        client = {"region_name": given["region"]} if given.get("region") else {}
-        keys = {"key": given.get("access_key"), "secret": given.get("secret_key"), "token": given.get("session_token")}
-        known = {name: value for name, value in keys.items() if value}
-        anonymous = {"anon": True} if given.get("anonymous") else {}
-        options = {**OWN, "client_kwargs": client, **known, **anonymous}
-        if endpoint:
-            options["endpoint_url"] = endpoint
-        return SingleAttemptFileSystem(**with_defaults(options))
+        return SingleAttemptFileSystem(**with_defaults({**OWN, **s3_options(filesystem.__reduce__()[1][0])}))
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     return ArrowFSWrapper(filesystem)
+
+
+OF_OBJECTS = {
+    "ACL": "ACL",
+    "Cache-Control": "CacheControl",
+    "Content-Language": "ContentLanguage",
+    "Content-Type": "ContentType",
+    "Expires": "Expires",
+}
+"""Parameters of S3's requests by the names in ``default_metadata``; pyarrow ignores other names.
+
+Source: Arrow, cpp/src/arrow/filesystem/s3fs.cc (``ObjectMetadataSetter``)."""
+WITHOUT_EFFECT = {
+    "allow_bucket_creation",
+    "allow_bucket_deletion",
+    "allow_delayed_open",
+    "background_writes",
+    "check_directory_existence_before_creation",
+    "external_id",
+    "load_frequency",
+    "session_name",
+}
+"""Options for operations that ckpttool does not use, and options that count only with ``role_arn``."""
+
+
+def s3_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of s3fs that have the effect of the options of ``pyarrow.fs.S3FileSystem``.
+
+    Args:
+        given: All options of pyarrow's file system, as it pickles them.
+
+    Raises:
+        PlanError: An option has no counterpart in s3fs.
+    """
+    left = {name: value for name, value in given.items() if value and name not in WITHOUT_EFFECT}
+    client: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    options: dict[str, Any] = {"client_kwargs": client, "config_kwargs": config}
+    endpoint, scheme = left.pop("endpoint_override", ""), left.pop("scheme", "https")
+    if endpoint:
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+    elif scheme == "http":
+        options["use_ssl"] = False
+    for where, own, name in (
+        (options, "key", "access_key"),
+        (options, "secret", "secret_key"),
+        (options, "token", "session_token"),
+        (options, "anon", "anonymous"),
+        (client, "region_name", "region"),
+        (client, "verify", "tls_ca_file_path"),
+    ):
+        if name in left:
+            where[own] = left.pop(name)
+    for own, name in (("connect_timeout", "connect_timeout"), ("read_timeout", "request_timeout")):
+        seconds = left.pop(name, -1)
+        config |= {own: seconds} if seconds > 0 else {}
+    if left.pop("force_virtual_addressing", False):
+        config["s3"] = {"addressing_style": "virtual"}
+    proxy = left.pop("proxy_options", {})
+    if proxy.get("host"):
+        user = ":".join(quote(proxy[name], safe="") for name in ("username", "password") if proxy.get(name))
+        url = f"{proxy['scheme']}://{user}{'@' if user else ''}{proxy['host']}:{proxy['port']}"
+        config["proxies"] = {"http": url, "https": url}
+    metadata = {name.decode(): value.decode() for name, value in dict(left.pop("default_metadata", {})).items()}
+    if metadata:
+        options["s3_additional_kwargs"] = {OF_OBJECTS[n]: value for n, value in metadata.items() if n in OF_OBJECTS}
+    if left:
+        problem = f"has the option {', '.join(left)} of pyarrow.fs.S3FileSystem, which s3fs does not have"
+        hint = (
+            "set it in a profile of the workers (AWS_PROFILE), or wrap an s3fs.S3FileSystem in pyarrow.fs.FSSpecHandler"
+        )
+        raise PlanError("RunConfig(storage_filesystem=...)", problem, hint)
+    return options
 
 
 class RayRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ from tests.truth import HERE, source
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.storage.server import Bucket
 
 NAME = "zero2-dp2-bf16"
 OF_RAY = "checkpoint_2026-11-21_16-18-02.826416"
@@ -293,6 +296,85 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     assert given.retries == retries
     assert not opened.dircache.use_listings_cache, "other workers write, too"
     assert (opened.endpoint_url, opened.key) == ("http://host:9000", "k")
+
+
+OF_PYARROW: dict[str, tuple[Any, dict[str, Any]]] = {
+    "access_key": ("k", {"key": "k"}),
+    "secret_key": ("s", {"secret": "s"}),
+    "session_token": ("t", {"token": "t"}),
+    "anonymous": (True, {"anon": True}),
+    "region": ("eu-west-1", {"client_kwargs": {"region_name": "eu-west-1"}}),
+    "request_timeout": (7, {"config_kwargs": {"read_timeout": 7.0}}),
+    "connect_timeout": (3, {"config_kwargs": {"connect_timeout": 3.0}}),
+    "scheme": ("http", {"use_ssl": False}),
+    "endpoint_override": ("host:9000", {"endpoint_url": "https://host:9000"}),
+    "background_writes": (False, {}),
+    "default_metadata": (
+        {"ACL": "bucket-owner-full-control", "Content-Type": "x/y"},
+        {"s3_additional_kwargs": {"ACL": "bucket-owner-full-control", "ContentType": "x/y"}},
+    ),
+    "proxy_options": (
+        {"scheme": "http", "host": "proxy", "port": 80, "username": "me", "password": "p@ss"},
+        {"config_kwargs": {"proxies": dict.fromkeys(("http", "https"), "http://me:p%40ss@proxy:80")}},
+    ),
+    "allow_delayed_open": (True, {}),
+    "allow_bucket_creation": (True, {}),
+    "allow_bucket_deletion": (True, {}),
+    "check_directory_existence_before_creation": (True, {}),
+    "force_virtual_addressing": (True, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}),
+    "tls_ca_file_path": ("/ca.pem", {"client_kwargs": {"verify": "/ca.pem"}}),
+    "role_arn": ("arn:aws:iam::1:role/r", {}),
+    "session_name": ("me", {}),
+    "external_id": ("x", {}),
+    "load_frequency": (60, {}),
+    "retry_strategy": (None, {}),
+}
+"""Every option of ``pyarrow.fs.S3FileSystem``: a value, and what s3fs gets for it."""
+
+
+def test_every_option_of_pyarrow_is_followed_or_refused() -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    from ckpttool.integrations.ray_train import s3_options
+
+    has = set(re.findall(r"[(, ](\w+)(?:: \w+ )?=", fs.S3FileSystem.__doc__.splitlines()[0])) - {"max_attempts"}
+    assert has >= {"role_arn", "default_metadata"}
+    assert has <= set(OF_PYARROW)
+    plain = s3_options(fs.S3FileSystem(region="r").__reduce__()[1][0])
+    for name, (value, expected) in OF_PYARROW.items():
+        if name == "retry_strategy" or name not in has:
+            continue
+        given: dict[str, Any] = {"region": "r", name: value}
+        given |= {"secret_key": "s"} if name == "access_key" else {"access_key": "k"} if name == "secret_key" else {}
+        given |= {"access_key": "k", "secret_key": "s"} if name == "session_token" else {}
+        given |= {"role_arn": "arn"} if name in {"session_name", "external_id"} else {}
+        opened = fs.S3FileSystem(**given).__reduce__()[1][0]
+        if "role_arn" in given:
+            with pytest.raises(
+                PlanError, match=r"the option role_arn of pyarrow\.fs\.S3FileSystem, which s3fs does not"
+            ):
+                s3_options(opened)
+            continue
+        found = s3_options(opened)
+        for key, wanted in expected.items():
+            assert (found[key] if not isinstance(wanted, dict) else {k: found[key][k] for k in wanted}) == wanted, name
+        assert expected or found == plain, name
+    with pytest.raises(PlanError, match="the option newest"):
+        s3_options({"newest": True})
+
+
+def test_a_buckets_grants_and_metadata_are_on_every_object(bucket: Bucket) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    from ckpttool.integrations.ray_train import storage_of, url_of
+
+    endpoint = bucket.endpoint
+    native = fs.S3FileSystem(endpoint_override=endpoint, default_metadata={"Content-Type": "x/y", "ACL": "public-read"})
+    path = f"{bucket.url('run').removeprefix('s3://')}/file"
+    storage_of(native).put(url_of(native, path), b"data")
+    key = path.partition("/")[2]
+    found = bucket.boto.get_object(Bucket=path.partition("/")[0], Key=key)
+    assert (found["Body"].read(), found["ContentType"]) == (b"data", "x/y")
+    grants = bucket.boto.get_object_acl(Bucket=path.partition("/")[0], Key=key)["Grants"]
+    assert any("AllUsers" in grant["Grantee"].get("URI", "") for grant in grants)
 
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
