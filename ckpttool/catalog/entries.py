@@ -622,12 +622,17 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
-    """Return the directories of ckpttool's saves in a run directory of Ray Train.
+    """Return the directories in a run directory of Ray Train that may contain commits: their names are not Ray's own.
 
     Raises:
         StorageError: The directory cannot be read.
     """
-    return [one for one in scan(storage, run, depth=1) if _OWN.fullmatch(one.tag)]
+    return [one for one in scan(storage, run, depth=1) if not one.hidden and not _OF_RAY.fullmatch(one.tag)]
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether ``directory_name`` gives such names."""
+    return bool(_OWN.fullmatch(name))
 
 
 def run_commits(storage: Storage, run: str) -> list[Found]:
@@ -669,7 +674,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
     """
     commits = run_commits(storage, run)
     found = [one.path for one in commits]
-    if not reported or _OWN.fullmatch(posixpath.basename(reported)):
+    if not reported or is_own_name(posixpath.basename(reported)) or any(one.root == reported for one in commits):
         return found
     others = checkpoints_of_ray(storage, reported)
     step = others[0].step if others and others[0].is_tag else -1

@@ -18,7 +18,9 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
 import math
 import numbers
@@ -38,6 +40,7 @@ from ckpttool.catalog.cleanup import remove_unchanged
 from ckpttool.catalog.entries import (
     checkpoints_of_ray,
     directory_name,
+    is_own_name,
     last_commit,
     latest_of_ray,
     listed_by_ray,
@@ -47,14 +50,15 @@ from ckpttool.catalog.entries import (
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
-from ckpttool.errors import ArgumentError, CkptError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.engine import check_engine
-from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, engines_by_name
+from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, checked_tag, engines_by_name
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
+from ckpttool.messages import brief
 from ckpttool.saving.two_phase import settle
-from ckpttool.storage import LOCAL, open_storage, walk
+from ckpttool.storage import LOCAL, find_text, open_storage, walk
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3 import S3Storage, with_defaults
 
@@ -71,6 +75,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 GRACE = 900.0
 """Default of ``grace``: seconds after which leftovers of killed workers are removed."""
+METRICS = "ray_metrics.json"
+"""File beside a commit with the metrics of its report; the manifest has only numbers."""
 MAX_METRICS = 1000
 """Maximum number of reported metrics in the manifest."""
 
@@ -124,7 +130,7 @@ class RayTrainCheckpoints:
             sign_key=sign_key,
         )
         self._met: Ranks | None = None
-        self._pending: tuple[str, dict[str, Any]] | None = None
+        self._pending: tuple[str, dict[str, Any], Any] | None = None
         self._leaving: set[str] = set()
         self._whole: set[str] = set()
         self._last: tuple[str, int] | None = None
@@ -166,6 +172,8 @@ class RayTrainCheckpoints:
         *,
         client_state: Mapping[str, Any] | None = None,
         rank_state: Any = None,
+        checkpoint_dir_name: str | None = None,
+        validation: Any = False,
     ) -> None:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
@@ -175,6 +183,8 @@ class RayTrainCheckpoints:
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
+            checkpoint_dir_name: Name of the checkpoint's directory in the run's, as for ``ray.train.report``; unique.
+            validation: As for ``ray.train.report``; the validation gets the committed checkpoint.
 
         Raises:
             CkptError: The save failed, or the previous one in the background; names the worker and the cause. It
@@ -183,7 +193,7 @@ class RayTrainCheckpoints:
         self.finish()
         _of_this_run(engine)
         step = int(first_engine(engine).global_steps)
-        name, *before = self._on_first_worker(lambda: self._next(step), step)
+        name, *before = self._on_first_worker(lambda: self._next(step, checkpoint_dir_name), step)
         self._manager.save_into(
             posixpath.join(self._root, name),
             engine,
@@ -194,17 +204,31 @@ class RayTrainCheckpoints:
             exclude_frozen=False,
             before=(before[0], before[1]),
             rank_state=rank_state,
+            root_files={} if self._ranks.rank else {METRICS: _as_json(metrics)},
         )
-        self._pending = name, dict(metrics)
+        self._pending = name, dict(metrics), validation
         if not self._manager.saves_in_background:
             self.finish()
 
-    def _next(self, step: int) -> tuple[str, str, int]:
-        """Return the directory of the next save, and attempt and number of the previous commit, which has another."""
+    def _next(self, step: int, given: str | None) -> tuple[str, str, int]:
+        """Return the directory of the next save, and attempt and number of the previous commit, which has another.
+
+        Raises:
+            ArgumentError: The given name cannot name a directory.
+            StorageError: There is a checkpoint of that name.
+        """
         if self._last is None:
             self._last = last_commit(self._storage, self._root)
         attempt, number = self._last
-        return directory_name(step, number + 1, secrets.token_hex(4)), attempt, number
+        if given is None:
+            return directory_name(step, number + 1, secrets.token_hex(4)), attempt, number
+        name, directory = checked_tag(given), posixpath.join(self._root, given)
+        if "/" in name:
+            raise ArgumentError("checkpoint_dir_name", f"is {brief(name)}, with several parts", "use one name")
+        self._storage.refresh([])
+        if any(one.committed or (one.is_tag and not one.marked) for one in scan(self._storage, directory, depth=1)):
+            raise StorageError(directory, "is saved already", "give each checkpoint a checkpoint_dir_name of its own")
+        return name, attempt, number
 
     def finish(self) -> None:
         """Wait for the save in the background, and report it to Ray Train; on every worker.
@@ -215,18 +239,17 @@ class RayTrainCheckpoints:
         pending, self._pending = self._pending, None
         self._manager.wait()
         if pending is not None:
-            name, metrics = pending
+            name, metrics, validation = pending
             self._whole.add(name)
             self._last = self._manager.committed  # Ray may remove it before the next commit
-            self._report(name, metrics)
+            self._report(name, metrics, validation)
             self._collect()
 
-    def _report(self, name: str, metrics: Mapping[str, Any]) -> None:
+    def _report(self, name: str, metrics: Mapping[str, Any], validation: Any = False) -> None:
         # Ray requires the run's own file system object.
         checkpoint = ray.train.Checkpoint(posixpath.join(self._run, name), filesystem=self._filesystem)
-        ray.train.report(
-            dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
-        )
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=mode, validation=validation)
 
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
@@ -329,7 +352,7 @@ class RayTrainCheckpoints:
             self._whole.add(name)
             self._report(name, metrics)
 
-    def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, float]]]:
+    def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, Any]]]:
         storage, unheard = self._storage, []
         known = _known_to_ray()
         for path in found[found.index(restored) :]:
@@ -340,7 +363,7 @@ class RayTrainCheckpoints:
             manifest = read_manifest(storage, path)
             if not size_problems(storage, path, manifest):
                 settle(self._storage, root, tag)
-                unheard.append((name, dict(manifest.metrics)))
+                unheard.append((name, _metrics_in(storage, root) or dict(manifest.metrics)))
         return unheard[::-1]
 
     # ------------------------------------------------------------------------------------------- cleanup
@@ -369,7 +392,10 @@ class RayTrainCheckpoints:
                 continue
             times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished_below(storage, directory))
+            unfinished = unfinished_below(storage, directory)
+            if not unfinished and not is_own_name(one.tag):
+                continue  # the run's script wrote it
+            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished)
             if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found[directory] = state
         return found
@@ -477,6 +503,24 @@ def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(list(flat("", metrics))[:MAX_METRICS])
 
 
+def _as_json(metrics: Mapping[str, Any]) -> bytes:
+    """Return metrics as JSON, so that a report after a worker's death has the same types; without values of others."""
+    kept = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, RecursionError):
+            kept[str(name)] = json.loads(json.dumps(value, default=lambda one: one.item()))  # a number of numpy
+    return json.dumps(kept).encode()
+
+
+def _metrics_in(storage: Storage, root: str) -> dict[str, Any]:
+    """Return the metrics that were reported with a commit; empty for commits of old releases."""
+    try:
+        found = json.loads(find_text(storage, posixpath.join(root, METRICS)) or "{}")
+    except (CkptError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
 """The object that implements the functions below, by the run's storage: each run of a worker process has its own."""
 
@@ -516,11 +560,9 @@ def _current() -> RayTrainCheckpoints:
     return _OF_RUN[storage]
 
 
-def report(
-    engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None, rank_state: Any = None
-) -> None:
+def report(engine: Any, metrics: Mapping[str, Any], **options: Any) -> None:
     """Save, commit and report, on every worker; see ``RayTrainCheckpoints.report``."""
-    _current().report(engine, metrics, client_state=client_state, rank_state=rank_state)
+    _current().report(engine, metrics, **options)
 
 
 def restore(engine: Any, checkpoint: Any = None, **options: bool) -> dict[str, Any] | None:

@@ -122,14 +122,15 @@ def join() -> None:
     ray.init(logging_level="error", log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")))
 
 
-def fit(loop: Any, config: dict[str, Any], workers: int, **run: Any) -> Any:
+def fit(loop: Any, config: dict[str, Any], workers: int, *, validation: Any = None, **run: Any) -> Any:
     """Run a train function on so many workers."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     scaling = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5})
     return TorchTrainer(
-        loop, train_loop_config=config, scaling_config=scaling, run_config=RunConfig(**run)
+        loop, train_loop_config=config, scaling_config=scaling, run_config=RunConfig(**run),
+        validation_config=validation,
     ).fit()  # fmt: skip
 
 
@@ -169,12 +170,19 @@ def _resume(directory: Path) -> None:
 
 def _several(directory: Path) -> None:
     join()
+    from ray.train import ValidationConfig
+
+    validation = ValidationConfig(loops.validate, ray_remote_kwargs={"num_cpus": 0.1})
     config = {"facts": str(directory)}
     for part, workers, name in (
         ("documented", 2, "several"), ("resumed", 1, "several"), ("resumed again", 2, "several"), ("plain", 1, "plain"),
         ("resumed plain", 1, "plain"),
     ):  # fmt: skip
-        fit(loops.several, {**config, "part": part}, workers, name=name, storage_path=str(directory))
+        result = fit(
+            loops.several, {**config, "part": part}, workers, name=name, storage_path=str(directory),
+            validation=validation,
+        )  # fmt: skip
+        loops.note(str(directory), f"{part}.json", _told(result))
 
 
 def _ending(directory: Path, endings: list[str]) -> None:

@@ -239,6 +239,14 @@ def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -
     return everybody
 
 
+def validate(checkpoint: Any) -> dict[str, Any]:
+    """Return metrics of a reported checkpoint, in a task of Ray."""
+    import ckpttool
+
+    (entry,) = [e for e in ckpttool.ls(os.path.dirname(checkpoint.path)).entries if e.path == checkpoint.path]
+    return {"validated": entry.whole}
+
+
 def several(config: dict[str, Any]) -> None:
     """Two engines of one architecture; in a folder of each as documented, and resumed by name."""
     import ray.train.collective
@@ -284,7 +292,17 @@ def several(config: dict[str, Any]) -> None:
                 ray_train.report(torch.nn.Linear(2, 2), {"loss": 0.0})
             except CkptError as error:
                 found["module"] = str(error)
-            ray_train.report(engines, {"loss": 0.5}, client_state={"of": "both"})
+            again = config["part"] == "resumed again"
+            ray_train.report(
+                engines, {"loss": 0.5}, client_state={"of": "both"}, validation=again,
+                checkpoint_dir_name="the-last" if again else None,
+            )  # fmt: skip
+            if again:
+                try:
+                    ray_train.report(engines, {"loss": 0.5}, checkpoint_dir_name="the-last")
+                except CkptError as error:
+                    found["repeated"] = str(error)
+                found["newest"] = ray_train.restore(engines)
     found["saved"] = [digest_of(engine) for engine in engines.values()]
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], f"several {config['part']}.json", found)

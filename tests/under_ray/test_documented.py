@@ -33,6 +33,11 @@ def test_several_engines_resume_by_name_on_any_number_of_workers(trained: Traine
         assert "contains the checkpoints of several engines: critic, policy; pass the engines by name" in found["alone"]
         assert "is another than the engine that this worker has saved or restored before" in found["second alone"]
         assert "engine: is of class torch.Linear, not a DeepSpeed engine" in found["module"]
+    assert again["newest"] == again["state"]
+    assert "the-last: is saved already" in again["repeated"]
+    told = json.loads((done / "resumed again.json").read_text())
+    assert Path(told["newest"]).name == "the-last"
+    assert told["best"][-1][1]["validated"] is True
     entries = ckpttool.ls(done / "several").entries
     assert [(e.whole, e.reported) for e in entries] == [(True, True)] * 3
     for name in ("policy", "critic"):

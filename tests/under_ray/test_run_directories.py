@@ -362,11 +362,11 @@ def test_every_option_of_pyarrow_is_followed_or_refused() -> None:
         s3_options({"newest": True})
 
 
-def test_a_buckets_grants_and_metadata_are_on_every_object(bucket: Bucket) -> None:
+def test_a_buckets_grants_and_metadata_are_on_every_object(s3: Bucket) -> None:
     fs = pytest.importorskip("pyarrow.fs")
     from ckpttool.integrations.ray_train import storage_of, url_of
 
-    endpoint = bucket.endpoint
+    bucket, endpoint = s3, s3.endpoint
     native = fs.S3FileSystem(endpoint_override=endpoint, default_metadata={"Content-Type": "x/y", "ACL": "public-read"})
     path = f"{bucket.url('run').removeprefix('s3://')}/file"
     storage_of(native).put(url_of(native, path), b"data")
