@@ -369,7 +369,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         try:
             checkpoint = _first_model(path, options, errors)
         except NoCheckpointError as error:
-            if not reported:
+            if not reported and not (holds_one and unfinished_below(storage, path)):
                 return None
             errors.append(error)
         except CkptError as error:

@@ -262,6 +262,19 @@ def test_prune_without_the_snapshot_keeps_the_newest_of_both_kinds(step: int, tm
     assert [p.name for p in tmp_path.iterdir()] == [own[0] if step else documented[2]]
 
 
+@pytest.mark.parametrize("name", [MARK, f"{MARK}.0123abcd.partial"])
+def test_a_leftover_with_a_marker_alone_is_seen_and_removed(name: str, tmp_path: Path) -> None:
+    whole = _commit(tmp_path, 5, "aa", 1.0, 1)
+    torn = tmp_path / directory_name(6, 2, "bb") / "global_step6"
+    torn.mkdir(parents=True)
+    (torn / name).write_text("{}" if name == MARK else "")
+    entries = {e.name: e for e in ckpttool.ls(tmp_path).entries}
+    assert entries[torn.parent.name].torn == "uncommitted"
+    assert all(d.keep for d in ckpttool.prune(tmp_path, torn=True)), "younger than an hour"
+    ckpttool.prune(tmp_path, torn=True, grace=0)
+    assert [p.name for p in tmp_path.iterdir()] == [whole]
+
+
 # ------------------------------------------------------------------------------------------------- storages
 
 
