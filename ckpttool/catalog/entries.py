@@ -32,6 +32,9 @@ from ckpttool.formats.locate import (
     refuse_unfinished,
 )
 from ckpttool.formats.scan import (
+    OF_RAY,
+    OWN_OF_RAY,
+    PREFIX,
     Found,
     commits,
     has_files_of_tag,
@@ -564,14 +567,10 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
     return found
 
 
-PREFIX = "ckpttool_"
-"""Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """File in which Ray Train lists the checkpoints of the run."""
 MAX_BYTES = 1 << 28
 """Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
-_OWN = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
-_OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 
 
 def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
@@ -612,13 +611,13 @@ def directory_name(step: int, number: int, token: str) -> str:
 
 def _step_in(name: str) -> int:
     """Return the step in the name of a checkpoint; -1 without one."""
-    own = _OWN.fullmatch(name)
+    own = OWN_OF_RAY.fullmatch(name)
     return last_number(name) if own is None else int(own[1])
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
-    return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
+    return bool(OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name))
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
@@ -627,12 +626,12 @@ def ray_folders(storage: Storage, run: str) -> list[Found]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    return [one for one in scan(storage, run, depth=1) if not one.hidden and not _OF_RAY.fullmatch(one.tag)]
+    return [one for one in scan(storage, run, depth=1) if not one.hidden and not OF_RAY.fullmatch(one.tag)]
 
 
 def is_own_name(name: str) -> bool:
     """Return whether ``directory_name`` gives such names."""
-    return bool(_OWN.fullmatch(name))
+    return bool(OWN_OF_RAY.fullmatch(name))
 
 
 def run_commits(storage: Storage, run: str) -> list[Found]:

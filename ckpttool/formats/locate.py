@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.scan import MAX_PARTS, has_files_of_tag, named_tag, natural_order, scan, trainer_folders
+from ckpttool.formats.scan import (
+    MAX_PARTS,
+    OF_RAY,
+    OWN_OF_RAY,
+    has_files_of_tag,
+    named_tag,
+    natural_order,
+    scan,
+    trainer_folders,
+)
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
@@ -316,9 +325,19 @@ def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
 
 def _look_elsewhere(src: str, found: list[Found], below: Sequence[str]) -> str:
     nested = [one.tag for one in trainer_folders(found, "-")][::-1] or [path[len(src) :].lstrip("/") for path in below]
+    if newest := _newest_of_ray(src, found):
+        return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
     if nested:
         return f"pass one of its checkpoints: {', '.join(nested[:MAX_RUNS])}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
+
+
+def _newest_of_ray(src: str, found: list[Found]) -> list[str]:
+    """Return the newest commit in a run directory of Ray Train, and the newest checkpoint saved without ckpttool."""
+    own = [one for one in found if OWN_OF_RAY.fullmatch(one.tag)]
+    numbers = [(c.manifest.number, one.tag) for one in own for c in scan(one.storage, one.path, depth=1) if c.manifest]
+    names = [max(numbers, default=(0, ""))[1], max((o.tag for o in found if OF_RAY.fullmatch(o.tag)), default="")]
+    return [posixpath.join(src, name) for name in names if name]
 
 
 def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:

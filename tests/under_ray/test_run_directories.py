@@ -262,6 +262,16 @@ def test_prune_without_the_snapshot_keeps_the_newest_of_both_kinds(step: int, tm
     assert [p.name for p in tmp_path.iterdir()] == [own[0] if step else documented[2]]
 
 
+def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", 1.0, number) for number, step in enumerate((10, 20, 15), 1)]
+    with pytest.raises(LayoutError, match=f"pass the newest checkpoint of the run: {tmp_path / names[2]}$"):
+        ckpttool.inspect(tmp_path)
+    _save(tmp_path, OF_RAY)
+    for call in (ckpttool.verify, ckpttool.inspect):
+        with pytest.raises(LayoutError, match=f"{names[2]} or, saved without ckpttool, {tmp_path / OF_RAY}$"):
+            call(tmp_path)
+
+
 @pytest.mark.parametrize("name", [MARK, f"{MARK}.0123abcd.partial"])
 def test_a_leftover_with_a_marker_alone_is_seen_and_removed(name: str, tmp_path: Path) -> None:
     whole = _commit(tmp_path, 5, "aa", 1.0, 1)
