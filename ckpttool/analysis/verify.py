@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.checksums import crc32, cuts
-from ckpttool.commit import has_manifest
-from ckpttool.commit.manifest import read_manifest, size_problems
+from ckpttool.commit.manifest import find_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
@@ -20,7 +19,7 @@ from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution.checks import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import NoCheckpointError
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
@@ -119,7 +118,7 @@ def verify_checkpoint(
         checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append, trust_names=trust_names)
     except CkptError as error:
         missing = isinstance(error, StorageError | NoCheckpointError) and error.path.rstrip("/") == src[0].rstrip("/")
-        if missing or (tag is not None and "tag" in error.options):
+        if missing or isinstance(error, SeveralModelsError) or (tag is not None and "tag" in error.options):
             raise  # there is nothing to judge
         if error not in errors:
             errors.append(error)
@@ -152,8 +151,8 @@ def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]
     manifest: Manifest | None = None
     try:
         storage = connect(checkpoint.storage)
-        if has_manifest(storage, checkpoint.location):
-            manifest = read_manifest(storage, checkpoint.location, key)
+        manifest = find_manifest(storage, checkpoint.location, key)
+        if manifest is not None:
             errors += size_problems(storage, checkpoint.location, manifest)
         elif key is not None:
             problem = "has no manifest, and so no signature"

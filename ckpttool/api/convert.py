@@ -48,7 +48,7 @@ FORMATS_OF = {
 """Arguments for some formats only."""
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xpu")
 """Types of devices of torch."""
-LAYOUTS_OF = {"dcp": ("nested", "flat", "accelerate", "torchtitan"), "ranks": ("verl", "accelerate")}
+LAYOUTS_OF = {"dcp": ("nested", "flat", "app", "accelerate", "torchtitan"), "ranks": ("verl", "accelerate")}
 """Layouts of each format that has several."""
 
 
@@ -128,7 +128,7 @@ def convert(  # noqa: PLR0913  public API
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
-    layout: Literal["nested", "flat", "accelerate", "torchtitan", "verl"] | None = None,
+    layout: Literal["nested", "flat", "app", "accelerate", "torchtitan", "verl"] | None = None,
     mesh: Mapping[str, int] | Sequence[int] | None = None,
     device: str | None = None,
     torch: Literal["2.6", "2.13"] | None = None,
@@ -166,7 +166,8 @@ def convert(  # noqa: PLR0913  public API
         buffers: Patterns of the names of buffers, for "zero" where the source does not distinguish buffers and frozen
             parameters: DCP, or only weights; stage 3 needs the distinction. Empty if there are none.
         layout: For "dcp", the names and the nesting that a loader requires: "nested" (default) and "flat" as
-            ``get_state_dict`` has them, under ``model`` and ``optim``; "accelerate" for Accelerate's and the Trainer's
+            ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, as
+            torch's tutorial and Ray's FSDP2 template have them; "accelerate" for Accelerate's and the Trainer's
             FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler. For "ranks": "verl" or
             "accelerate".
         mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without

@@ -28,7 +28,7 @@ from ckpttool.commit.marks import (
     unfinished_below,
 )
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats import is_whole, open_whole
+from ckpttool.formats import is_whole, open_every
 from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.messages import printable
 from ckpttool.storage import (
@@ -197,7 +197,7 @@ def _decisions(storage: WritableStorage, root: str, found: Iterable[Found], rule
         return []
     try:
         for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
-            open_whole(storage, path)
+            open_every(storage, path)
     except CkptError as error:
         LOG.warning("no checkpoint was removed, because the newest one cannot be read: %s", error)
         return []

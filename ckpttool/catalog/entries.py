@@ -19,13 +19,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Saved, candidates, last_after, latest_tag, newest_first
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import read_manifest, size_problems
+from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import MAX_TAG, NoCheckpointError, SeveralModelsError, refuse_unfinished
+from ckpttool.formats.locate import (
+    MAX_TAG,
+    NoCheckpointError,
+    SeveralModelsError,
+    checkpoints_below,
+    refuse_unfinished,
+)
 from ckpttool.formats.scan import (
+    OF_RAY,
+    OWN_OF_RAY,
+    PREFIX,
     Found,
     commits,
     has_files_of_tag,
@@ -55,7 +64,7 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.marks import Pin
@@ -139,9 +148,9 @@ class CatalogEntry:
         return (self.problem or "").startswith(OWN_ROOT)
 
     @property
-    def order(self) -> tuple[int, tuple[tuple[int, int | str], ...]]:
-        """Sort key, older checkpoints first: by step, or by the last number in the name if the step is unknown."""
-        return last_number(self.name) if self.step is None else self.step, natural_order(self.name)
+    def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
+        """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
+        return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
 
 
 class _Listed(NamedTuple):
@@ -359,24 +368,23 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
+        holds_one = reported or _holds_one(name)
         try:
             checkpoint = _first_model(path, options, errors)
-        except NoCheckpointError:
-            return None
+        except NoCheckpointError as error:
+            if not reported and not (holds_one and unfinished_below(storage, path)):
+                return None
+            errors.append(error)
         except CkptError as error:
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        if (
-            checkpoint is not None
-            and parent(checkpoint.root) == path
-            and step_of_folder(posixpath.basename(checkpoint.root), "-") is not None
-        ):
-            return None  # a Trainer's output folder: its checkpoints belong to another root
-        if checkpoint is None or checkpoint.root == path:
-            errors += _own_root(storage, path, holds_one=reported or _holds_one(name))
+        if checkpoint is not None and not holds_one and checkpoint.root in checkpoints_below(storage, path):
+            return None  # its checkpoints belong to another root
+        if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
+            errors += _own_root(storage, path, holds_one=holds_one)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
-    directory = checkpoint.location if checkpoint else path
+    directory = commit_directory(storage, checkpoint.location)[0] if checkpoint else path
     manifest: Manifest | None = None
     if is_commit(storage, directory):
         try:
@@ -399,7 +407,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         format=checkpoint.format if checkpoint else None,
         stage=checkpoint.stage if checkpoint else None,
         world_size=checkpoint.topology.world_size if checkpoint else None,
-        step=checkpoint.step if checkpoint else None,
+        step=_step_of(checkpoint, manifest),
         nbytes=0 if link else nbytes,
         modified=modified,
         whole=checkpoint is not None and not errors,
@@ -416,7 +424,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         state=state,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
-    saved = Saved.of(name, one.order[0], manifest, marked=marked)
+    saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
     best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
     for above, _ in below(storage, path, TRAINER_STATE):
         try:
@@ -424,6 +432,13 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _step_of(checkpoint: Checkpoint | None, manifest: Manifest | None) -> int | None:
+    """Return the step of a checkpoint; of several engines, the step of the one that the save names first."""
+    if manifest is not None and manifest.engines:
+        return manifest.step
+    return checkpoint.step if checkpoint else None
 
 
 def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[CkptError]) -> Checkpoint:
@@ -434,7 +449,9 @@ def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[Ckpt
     """
     try:
         return open_checkpoint(path, options=options, report=errors.append)
-    except SeveralModelsError as error:
+    except (NoCheckpointError, SeveralModelsError) as error:
+        if not error.directories:
+            raise
         first, *_ = [open_checkpoint(one, options=options, report=errors.append) for one in error.directories]
         return first
 
@@ -550,14 +567,10 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
     return found
 
 
-PREFIX = "ckpttool_"
-"""Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """File in which Ray Train lists the checkpoints of the run."""
 MAX_BYTES = 1 << 28
 """Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
-_OWN = re.compile(rf"{PREFIX}\d+_[0-9a-f]+")
-_OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 
 
 def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
@@ -585,28 +598,40 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
     return newest_first(found)
 
 
-def directory_name(step: int, token: str) -> str:
+def directory_name(step: int, number: int, token: str) -> str:
     """Return the name of a save's directory; it is unique, so that the directory contains no old files.
 
     Args:
         step: Steps of the engine.
+        number: ``Manifest.number``; it orders the names of saves of one step.
         token: Unique hexadecimal text.
     """
-    return f"{PREFIX}{step:08d}_{token}"
+    return f"{PREFIX}{step:08d}_{number:06d}_{token}"
+
+
+def _step_in(name: str) -> int:
+    """Return the step in the name of a checkpoint; -1 without one."""
+    own = OWN_OF_RAY.fullmatch(name)
+    return last_number(name) if own is None else int(own[1])
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
-    return bool(_OWN.fullmatch(name) or _OF_RAY.fullmatch(name))
+    return bool(OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name))
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
-    """Return the directories of ckpttool's saves in a run directory of Ray Train.
+    """Return the directories in a run directory of Ray Train that may contain commits: their names are not Ray's own.
 
     Raises:
         StorageError: The directory cannot be read.
     """
-    return [one for one in scan(storage, run, depth=1) if _OWN.fullmatch(one.tag)]
+    return [one for one in scan(storage, run, depth=1) if not one.hidden and not OF_RAY.fullmatch(one.tag)]
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether ``directory_name`` gives such names."""
+    return bool(OWN_OF_RAY.fullmatch(name))
 
 
 def run_commits(storage: Storage, run: str) -> list[Found]:
@@ -631,6 +656,57 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
     dated.sort(key=lambda pair: (pair[0], pair[1].path), reverse=True)  # old manifests have no numbers
     found = {one.path: one for _, one in dated}
     return [found[saved.name] for saved in newest_first([Saved.of(p, o.step, o.manifest) for p, o in found.items()])]
+
+
+def run_candidates(storage: Storage, run: str, reported: str, known: Collection[str]) -> list[str]:
+    """Return the checkpoints to resume a run of Ray Train from, newest first: commits, and one saved without ckpttool.
+
+    Args:
+        storage: Storage of the run.
+        run: Its directory.
+        reported: Path or URL of the checkpoint that Ray resumes from; "" without one.
+        known: Names of the checkpoints that Ray knows; it has got all of them before ``reported``, or that one.
+
+    Raises:
+        LayoutError: The newest checkpoint is ``reported``, and contains nothing that ckpttool reads.
+        StorageError: A directory cannot be read.
+    """
+    commits = run_commits(storage, run)
+    found = [one.path for one in commits]
+    if not reported or is_own_name(posixpath.basename(reported)) or any(one.root == reported for one in commits):
+        return found
+    others = checkpoints_of_ray(storage, reported)
+    step = others[0].step if others and others[0].is_tag else -1
+    written = max((e.modified or 0.0 for _, e in walk(storage, reported)), default=0.0)
+
+    def is_older(one: Found) -> bool:
+        """Return whether Ray knows the commit; else it was saved by a worker that died, perhaps before ``reported``."""
+        same = one.step == step or step < 0
+        created = 0.0 if one.manifest is None else one.manifest.created
+        return posixpath.basename(one.root) in known or one.step < step or (same and created <= written)
+
+    place = next((n for n, one in enumerate(commits) if is_older(one)), len(commits))
+    if not others and not place:
+        problem = "is the checkpoint that Ray resumes from, and contains none that ckpttool reads"
+        hint = "load it as the script that saved it does, or choose another name in RunConfig to start from scratch"
+        raise LayoutError(reported, problem, hint)
+    return [*found[:place], *(one.path for one in others), *found[place:]]
+
+
+def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
+    """Return the tags in a checkpoint of Ray Train, best first, or else the directory of another format, or of several.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    if tags := candidates(storage, path):
+        return tags
+    below = [one.removeprefix(path).lstrip("/") for one in checkpoints_below(storage, path)]
+    inner = below[0] if len(below) == 1 else posixpath.commonpath(map(posixpath.dirname, below)) if below else None
+    if inner is None:
+        return []
+    directory = posixpath.join(path, inner)
+    return candidates(storage, directory) or [Found(storage, *posixpath.split(directory.rstrip("/")))]
 
 
 def _written(one: Found) -> float:

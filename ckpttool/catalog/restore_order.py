@@ -37,13 +37,18 @@ class Saved(NamedTuple):
     """``Manifest.parent``."""
     marked: bool = False
     """Whether it is committed and still has its in-progress marker."""
+    written: float = 0.0
+    """Time of the save in seconds since 1970; 0 if unknown."""
 
     @classmethod
-    def of(cls, name: str, step: int, manifest: Manifest | None, *, marked: bool = False) -> Saved:
-        """Return the facts of the manifest; without one, only the step."""
+    def of(
+        cls, name: str, step: int, manifest: Manifest | None, *, marked: bool = False, written: float = 0.0
+    ) -> Saved:
+        """Return the facts of the manifest; without one, the step and the time."""
         if manifest is None:
-            return cls(name, step)
-        return cls(name, manifest.step, manifest.number, manifest.attempt, manifest.parent, marked)
+            return cls(name, step, written=written)
+        own = manifest.number, manifest.attempt, manifest.parent, marked, manifest.created
+        return cls(name, manifest.step, *own)
 
 
 def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
@@ -52,7 +57,8 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     The newest is the one that ``latest`` names, or else the last commit. A later commit that still has its marker is
     newer: its run was killed before it wrote ``latest``. The checkpoints that these were trained from follow, from
     parent to parent; then others by step, from which they may have been trained; then the commits of later steps than
-    the last parent's, which a run has abandoned when it went back. Modification times of files do not count.
+    the last parent's, which a run has abandoned when it went back. Clocks do not count, except without ``latest`` to
+    place a checkpoint that is not a commit: before the commits that are neither of a later step nor of a later time.
 
     Args:
         found: The checkpoints; checkpoints that nothing else orders keep this order.
@@ -64,8 +70,8 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     head = latest or max(found, key=lambda one: (one.number, one.step))
     order: list[Saved] = []
     if latest is not None:
-        later = [one for one in found if one.marked and one.name != named]
-        order = [one for one in later if not one.number or one.parent == latest.attempt]
+        marked = [one for one in found if one.marked and one.name != named]
+        order = [one for one in marked if not one.number or one.parent == latest.attempt]
     tail = head
     by_attempt = {one.attempt: one for one in found if one.attempt}
     while tail not in order:
@@ -74,7 +80,13 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     rest = [one for one in found if one not in order]
     abandoned = {one.name for one in rest if one.number and one.step > tail.step}
     rest.sort(key=lambda one: (one.name not in abandoned, one.step, one.number), reverse=True)
-    return [*order, *rest]
+    loose = [one for one in rest if not one.number and one.written] if latest is None and head.number else []
+    order += [one for one in rest if one not in loose]
+    for one in loose:
+        newer = (one.step >= c.step and one.written > c.written for c in order)
+        places = (n for n, c in enumerate(order) if next(newer) or c.name in abandoned)
+        order.insert(next(places, len(order)), one)
+    return order
 
 
 def last_after(found: Sequence[Saved], named: str) -> str:

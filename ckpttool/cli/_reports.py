@@ -165,6 +165,7 @@ def print_checks(checks: ReadReport | None) -> None:
 def print_catalog(found: Catalog) -> None:
     """Print one row for each checkpoint, then defects of latest."""
     now = time.time()
+    newest = "" if any(entry.latest for entry in found.entries) else _newest(found)
     rows = [
         (
             entry.name,
@@ -173,7 +174,7 @@ def print_catalog(found: Catalog) -> None:
             _number(entry.step),
             format_size(entry.nbytes),
             "" if entry.saved is None else format_age(now - entry.saved),
-            _state(entry),
+            _state(entry, newest),
         )
         for entry in found.entries
     ]
@@ -183,9 +184,15 @@ def print_catalog(found: Catalog) -> None:
         print_line(f"note: {problem}", color="yellow")
 
 
-def _state(entry: CatalogEntry) -> str:
+def _newest(found: Catalog) -> str:
+    """Return the name of the newest whole checkpoint; "" unless there are several."""
+    whole = [entry for entry in found.entries if entry.whole and entry.rank]
+    return max(whole, key=lambda entry: entry.rank).name if len(whole) > 1 else ""
+
+
+def _state(entry: CatalogEntry, newest: str) -> str:
     if entry.whole:
-        state = "latest" if entry.latest else "whole"
+        state = "latest" if entry.latest else "newest" if entry.name == newest else "whole"
     elif entry.is_root:
         state = entry.problem or ""
     else:

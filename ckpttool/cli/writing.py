@@ -124,8 +124,8 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--layout",
-    type=click.Choice(["nested", "flat", "accelerate", "torchtitan", "verl"]),
-    help="Loader's layout: nested (default), flat, accelerate or torchtitan for dcp, verl or accelerate for ranks.",
+    type=click.Choice(["nested", "flat", "app", "accelerate", "torchtitan", "verl"]),
+    help="Loader's layout: nested (default), flat, app, accelerate, torchtitan for dcp; verl, accelerate for ranks.",
 )
 @click.option(
     "--mesh",

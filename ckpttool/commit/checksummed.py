@@ -10,8 +10,7 @@ import bisect
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import Record, chunk_records, crc32
-from ckpttool.commit import has_manifest
-from ckpttool.commit.manifest import read_manifest, size_problems
+from ckpttool.commit.manifest import find_manifest, size_problems
 from ckpttool.errors import ChecksumError, ContainerError, PlanError
 from ckpttool.ranges import ByteRange
 from ckpttool.storage.base import Described, WrappedReader, connect
@@ -40,14 +39,15 @@ def signed_storage(storage: Storage, directory: str, key: bytes) -> ChecksummedS
         PlanError: The checkpoint has no manifest, or its manifest is not signed with the key.
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
-    if not has_manifest(storage, directory):
+    manifest = find_manifest(storage, directory, key)
+    if manifest is None:
         hint = "was it saved by CheckpointManager(sign_key=...)? do not load it"
         raise PlanError(directory, "has no manifest, and so no signature", hint)
-    return _of(storage, directory, read_manifest(storage, directory, key), structure=False)
+    return _of(storage, directory, manifest, structure=False)
 
 
-def with_manifest(storage: Storage, directory: str) -> ChecksummedStorage:
-    """Return a storage that checks the structure of the files of a checkpoint with a manifest.
+def with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
+    """Return a storage that checks the structure of the files of a checkpoint; None if it has no manifest.
 
     For an archive with a directory checksum in the manifest, only the directory is checked: it has the CRC-32 of every
     record, and readers of a record check that. For other files all reads are checked in whole chunks.
@@ -55,7 +55,8 @@ def with_manifest(storage: Storage, directory: str) -> ChecksummedStorage:
     Raises:
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
-    return _of(storage, directory, read_manifest(storage, directory), structure=True)
+    manifest = find_manifest(storage, directory)
+    return None if manifest is None else _of(storage, directory, manifest, structure=True)
 
 
 def _of(storage: Storage, directory: str, manifest: Manifest, *, structure: bool) -> ChecksummedStorage:

@@ -7,12 +7,12 @@ import json
 import posixpath
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
-from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, has_manifest
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import LayoutError, PlanError, StorageError
@@ -40,6 +40,8 @@ MAX_SMALL_BYTES = 1 << 22
 """Most bytes of a manifest that is read without a comparison with the size of the checkpoint."""
 MEMORY_OF_JSON = 24
 """Most bytes of memory per byte of JSON."""
+OF_ENGINE = ("step", "stage", "groups", "optimizer", "batch", "digests")
+"""Fields that each of several engines has."""
 REPLACED = ".replaced"
 """Suffix of the previous checkpoint while a new one of the same tag is saved."""
 
@@ -83,6 +85,15 @@ class Manifest:
 
     digests: Mapping[str, Any] | None = None
     """Digests of the live state at the save (``StateDigest.to_json``); None if the save took none."""
+    engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of several engines saved together, by name: the fields ``OF_ENGINE`` of each. The files of each are in a
+    subdirectory of its name. Empty for an engine that was saved alone."""
+
+    def of_engine(self, name: str) -> Manifest:
+        """Return the manifest of one of several engines, with file names relative to its subdirectory."""
+        own = {key: value for key, value in self.engines[name].items() if key in OF_ENGINE}
+        files = {path.removeprefix(f"{name}/"): f for path, f in self.files.items() if path.startswith(f"{name}/")}
+        return replace(self, **own, files=files, engines={})
 
     @property
     def nbytes(self) -> int:
@@ -168,6 +179,30 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
     return manifest
 
 
+def find_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest | None:
+    """Read the manifest of a checkpoint; of an engine that was saved with others, its part of the one above.
+
+    Returns:
+        None without a manifest.
+
+    Raises:
+        CkptError: As for ``read_manifest``.
+    """
+    above, name = commit_directory(storage, directory)
+    if not has_manifest(storage, above):
+        return None
+    manifest = read_manifest(storage, above, key)
+    return manifest.of_engine(name) if name else manifest
+
+
+def commit_directory(storage: Storage, directory: str) -> tuple[str, str]:
+    """Return the directory of the commit that contains a checkpoint, and the name of its engine; "" for one alone."""
+    above, name = posixpath.split(directory)
+    if has_manifest(storage, directory) or not has_manifest(storage, above):
+        return directory, ""
+    return (above, name) if name in read_manifest(storage, above).engines else (directory, "")
+
+
 def _check_signature(path: str, found: Mapping[str, Any], manifest: Manifest, key: bytes) -> None:
     signed = found.get(SIGNATURE)
     if not isinstance(signed, str):
@@ -229,7 +264,26 @@ def parse_manifest(data: bytes) -> Manifest:
         provenance=_provenance(found.get("provenance", {})),
         thin=_thin(found.get("thin", "")),
         digests=_digests(found.get("digests")),
+        engines={_name(name): _engine(values) for name, values in found.get("engines", {}).items()},
     )
+
+
+def _name(name: str) -> str:
+    if "/" in name or name in {"", ".", ".."}:
+        raise ValueError("not the name of an engine")
+    return name
+
+
+def _engine(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one of several engines, checked."""
+    return {
+        "step": int(found["step"]),
+        "stage": int(found["stage"]),
+        "groups": tuple(tuple(map(str, names)) for names in found["groups"]),
+        "optimizer": str(found["optimizer"]),
+        "batch": {str(name): int(size) for name, size in found["batch"].items()},
+        "digests": _digests(found.get("digests")),
+    }
 
 
 def _provenance(found: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
+    SeveralModelsError,
     framework_directory,
     locate,
     refuse_unfinished,
@@ -105,10 +106,22 @@ def formats_with_tags(*, tagged: bool) -> list[Format]:
 def is_whole(storage: Storage, path: str) -> bool:
     """Return whether a checkpoint can be opened, without reading tensor bytes."""
     try:
-        open_whole(storage, path)
+        open_every(storage, path)
     except CkptError:
         return False
     return True
+
+
+def open_every(storage: Storage, path: str) -> list[Checkpoint]:
+    """Open a complete checkpoint; if several engines were saved together, the checkpoint of each.
+
+    Raises:
+        CkptError: As for ``open_whole``.
+    """
+    try:
+        return [open_whole(storage, path)]
+    except SeveralModelsError as error:
+        return [open_whole(storage, one) for one in error.directories]
 
 
 def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
@@ -126,7 +139,7 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
     """
     if is_half_removed(storage, path):
         raise LayoutError(path, "is being removed", "use another tag")
-    if committed and not is_commit(storage, path):
+    if committed and not is_commit(storage, _of_commit(storage, path)):
         problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
     if key is not None:
@@ -251,9 +264,13 @@ def _open(
     try:
         location = locate(storage, first, tag)
     except LayoutError as error:
+        below = error.directories if isinstance(error, NoCheckpointError) else ()
+        if isinstance(error, SeveralModelsError) or len(below) > 1:
+            raise
         found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
         inner = framework_directory(storage, src, tag) if found is None and not others else None
-        if inner is not None:
+        inner = below[0] if inner is None and below and not others else inner
+        if found is None and inner is not None:
             return _open([inner], storage, None, report, unfinished, trust_names)
         if found is None:
             raise
@@ -331,11 +348,18 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
 
 def _with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
     """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
-    if not has_manifest(storage, directory):
+    if not has_manifest(storage, directory) and not has_manifest(storage, parent(directory)):
         return None
     from ckpttool.commit.checksummed import with_manifest  # most checkpoints have no manifest
 
     return with_manifest(storage, directory)
+
+
+def _of_commit(storage: Storage, path: str) -> str:
+    """Return the directory of the commit that a checkpoint belongs to."""
+    from ckpttool.commit.manifest import commit_directory  # most checkpoints have no manifest
+
+    return commit_directory(storage, path)[0]
 
 
 def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:

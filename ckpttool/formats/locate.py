@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.scan import has_files_of_tag, named_tag, natural_order, scan, trainer_folders
+from ckpttool.formats.scan import (
+    MAX_PARTS,
+    OF_RAY,
+    OWN_OF_RAY,
+    has_files_of_tag,
+    named_tag,
+    natural_order,
+    scan,
+    trainer_folders,
+)
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, MARK, is_url, parent
@@ -24,11 +33,7 @@ if TYPE_CHECKING:
 MAX_TAG = 1024
 """Most characters of a tag: S3 has no longer names; a longer text is not a valid ``latest``."""
 MAX_RUNS = 20
-"""Most subdirectories that an error looks into for checkpoints to name."""
-RAY_INNER = ("checkpoint", "checkpoint.ckpt")
-"""Subdirectories of a Ray Train checkpoint that contain the checkpoint of a Trainer or of Lightning.
-
-Source: Ray 2.60, ``CHECKPOINT_NAME`` of its ``RayTrainReportCallback`` for each."""
+"""Most checkpoints that an error names."""
 
 
 class Foreign(NamedTuple):
@@ -87,6 +92,9 @@ OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pyto
 class NoCheckpointError(LayoutError):
     """A directory contains no DeepSpeed checkpoint; it may have another format."""
 
+    directories: Sequence[str] = ()
+    """Directories further below that contain checkpoints."""
+
 
 class SeveralModelsError(LayoutError):
     """A directory contains the checkpoints of several models of one run."""
@@ -113,8 +121,8 @@ class Location(NamedTuple):
 def locate(storage: Storage, src: str, tag: str | None) -> Location:
     """Find the directory of a tag.
 
-    ``src`` is a checkpoint root with ``latest`` (such as a Hugging Face Trainer's ``checkpoint-N``), a tag's directory,
-    or a checkpoint of Ray Train that contains one of these.
+    ``src`` is a checkpoint root with ``latest`` (such as a Hugging Face Trainer's ``checkpoint-N``), or a tag's
+    directory.
 
     Raises:
         LayoutError: The directory contains no checkpoint or several, or ``latest`` names a missing one.
@@ -137,6 +145,8 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
             raise LayoutError(src, f"is the directory of tag {name}, not of {tag}", f"pass {root}")
         return Location(root, src, name)
     found = scan(storage, src, depth=1)
+    if tag is None and any(e.name == MANIFEST for e in entries) and (engines := _tags(found)):
+        raise _several(src, [posixpath.join(src, name) for name in engines])
     if tag is not None:
         if not _is_there(storage, src, tag):
             raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(_tags(found)))
@@ -144,20 +154,23 @@ def locate(storage: Storage, src: str, tag: str | None) -> Location:
         tag = _read_latest(storage, src, found, latest)
     else:
         tags = _tags(found)
-        inner = next((e.name for e in entries if e.is_dir and e.name in RAY_INNER), None)
-        if not tags and inner is not None:
-            return locate(storage, posixpath.join(src, inner), None)
         for directory in _of_trainer(found) if not tags else ():
             with contextlib.suppress(LayoutError):
                 return locate(storage, directory, None)
         if not tags:
-            if foreign := _foreign(src, entries):
+            below = checkpoints_below(storage, src)
+            if not below and (foreign := _foreign(src, entries)):
                 raise NoCheckpointError(src, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
-            raise NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(found))
+            error = NoCheckpointError(src, "contains no checkpoint", _look_elsewhere(src, found, below))
+            error.directories = below
+            raise error
         if len(tags) > 1:
             raise LayoutError(src, f"holds {len(tags)} checkpoints and no latest", *_choose(tags))
         tag = tags[0]
-    return Location(src, posixpath.join(src, tag), tag)
+    directory = posixpath.join(src, tag)
+    if storage.exists(posixpath.join(directory, MANIFEST)) and not has_files_of_tag(storage.listing(directory)):
+        return locate(storage, directory, None)  # raises: it contains several engines
+    return Location(src, directory, tag)
 
 
 def holds_checkpoint(storage: Storage, path: str) -> bool:
@@ -169,6 +182,32 @@ def holds_checkpoint(storage: Storage, path: str) -> bool:
     entries = storage.listing(path) if storage.is_dir(path) else []
     names = {entry.name for entry in entries if not entry.is_dir}
     return has_files_of_tag(entries) or not names.isdisjoint({LATEST, LATEST_UNIVERSAL, MANIFEST})
+
+
+def checkpoints_below(storage: Storage, path: str, depth: int = MAX_PARTS) -> list[str]:
+    """Return the directories below a path that contain DeepSpeed checkpoints; not those further below them.
+
+    Scripts of Ray's pages save into a subdirectory of a checkpoint of Ray, with a name of their own; Ray's callbacks
+    for the Trainer and Lightning, into "checkpoint" and "checkpoint.ckpt".
+
+    Args:
+        storage: The storage.
+        path: The directory.
+        depth: Number of levels below the path.
+
+    Raises:
+        StorageError: A directory cannot be read.
+    """
+    found = []
+    for one in scan(storage, path, depth=1):
+        if one.hidden or one.outside:
+            continue
+        named = any(_is_file(storage, posixpath.join(one.path, name)) for name in (LATEST, LATEST_UNIVERSAL))
+        if named or one.is_tag or _tags(scan(storage, one.path, depth=1)):
+            found.append(one.path)
+        elif depth > 1:
+            found += checkpoints_below(storage, one.path, depth - 1)
+    return sorted(found, key=natural_order)
 
 
 def refuse_unfinished(storage: Storage, directory: str) -> None:
@@ -273,22 +312,32 @@ def _model_of_verl(step: str, entries: Sequence[Entry]) -> str | None:
     """
     models = sorted(posixpath.join(step, entry.name) for entry in entries if entry.is_dir and entry.name in OF_VERL)
     if len(models) > 1:
-        names = " and ".join(map(posixpath.basename, models))
-        error = SeveralModelsError(step, f"has the checkpoints of {names}", f"pass one of them: {models[0]}")
-        error.directories = models
-        raise error
+        raise _several(step, models)
     return models[0] if models else None
 
 
-def _look_elsewhere(found: list[Found]) -> str:
-    directories = sorted(found, key=lambda one: natural_order(one.tag))
-    nested = [one.tag for one in directories if one.tag.startswith("checkpoint-")]
-    if not nested:  # a directory of runs
-        runs = directories[:MAX_RUNS]
-        nested = [one.tag for one in runs if _is_file(one.storage, posixpath.join(one.path, LATEST))]
+def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
+    names = " and ".join(map(posixpath.basename, directories))
+    error = SeveralModelsError(path, f"has the checkpoints of {names}", f"pass one of them: {directories[0]}")
+    error.directories = directories
+    return error
+
+
+def _look_elsewhere(src: str, found: list[Found], below: Sequence[str]) -> str:
+    nested = [one.tag for one in trainer_folders(found, "-")][::-1] or [path[len(src) :].lstrip("/") for path in below]
+    if newest := _newest_of_ray(src, found):
+        return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
     if nested:
-        return f"pass one of its checkpoints: {', '.join(nested)}"
+        return f"pass one of its checkpoints: {', '.join(nested[:MAX_RUNS])}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
+
+
+def _newest_of_ray(src: str, found: list[Found]) -> list[str]:
+    """Return the newest commit in a run directory of Ray Train, and the newest checkpoint saved without ckpttool."""
+    own = [one for one in found if OWN_OF_RAY.fullmatch(one.tag)]
+    numbers = [(c.manifest.number, one.tag) for one in own for c in scan(one.storage, one.path, depth=1) if c.manifest]
+    names = [max(numbers, default=(0, ""))[1], max((o.tag for o in found if OF_RAY.fullmatch(o.tag)), default="")]
+    return [posixpath.join(src, name) for name in names if name]
 
 
 def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
@@ -306,6 +355,7 @@ def _is_there(storage: Storage, src: str, tag: str) -> bool:
     """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""
     directory = posixpath.join(src, tag)
     try:
-        return _is_name(tag) and storage.is_dir(directory) and has_files_of_tag(storage.listing(directory))
+        entries = storage.listing(directory) if _is_name(tag) and storage.is_dir(directory) else []
+        return has_files_of_tag(entries) or any(entry.name == MANIFEST for entry in entries)
     except StorageError:
         return True

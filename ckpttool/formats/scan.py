@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 4
 """Most components of a tag."""
+PREFIX = "ckpttool_"
+"""Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
+OWN_OF_RAY = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
+"""Names of such directories."""
+OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
+"""Names that Ray Train gives to checkpoints."""
 _FOLDER = re.compile(r"checkpoint([-_])(\d+)")
 
 

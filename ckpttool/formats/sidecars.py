@@ -132,7 +132,7 @@ def rank_state_name(rank: int) -> str:
 
 def is_rank_state(name: str) -> bool:
     """Return whether a file name is the name of a rank state."""
-    return _NAME.fullmatch(name) is not None
+    return _NAME.fullmatch(posixpath.basename(name)) is not None
 
 
 def with_rank_states(checkpoint: Checkpoint, storage: Storage, location: Location) -> Checkpoint:

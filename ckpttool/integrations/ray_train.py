@@ -18,6 +18,9 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import json
 import logging
 import math
 import numbers
@@ -27,24 +30,35 @@ import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pyarrow.fs
 import ray.train
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpttool.catalog.cleanup import remove_unchanged
-from ckpttool.catalog.entries import PREFIX, directory_name, last_commit, latest_of_ray, ray_folders, run_commits
-from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.entries import (
+    checkpoints_of_ray,
+    directory_name,
+    is_own_name,
+    last_commit,
+    latest_of_ray,
+    listed_by_ray,
+    ray_folders,
+    run_candidates,
+)
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
-from ckpttool.errors import CkptError, PlanError
+from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.formats.scan import scan
-from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.deepspeed.engine import check_engine
+from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, checked_tag, engines_by_name
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
+from ckpttool.messages import brief
 from ckpttool.saving.two_phase import settle
-from ckpttool.storage import LOCAL, open_storage, walk
+from ckpttool.storage import LOCAL, find_text, open_storage, walk
 from ckpttool.storage.fsspec import RemoteStorage
 
 if TYPE_CHECKING:
@@ -60,6 +74,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 GRACE = 900.0
 """Default of ``grace``: seconds after which leftovers of killed workers are removed."""
+METRICS = "ray_metrics.json"
+"""File beside a commit with the metrics of its report; the manifest has only numbers."""
 MAX_METRICS = 1000
 """Maximum number of reported metrics in the manifest."""
 
@@ -113,7 +129,7 @@ class RayTrainCheckpoints:
             sign_key=sign_key,
         )
         self._met: Ranks | None = None
-        self._pending: tuple[str, dict[str, Any]] | None = None
+        self._pending: tuple[str, dict[str, Any], Any] | None = None
         self._leaving: set[str] = set()
         self._whole: set[str] = set()
         self._last: tuple[str, int] | None = None
@@ -155,24 +171,28 @@ class RayTrainCheckpoints:
         *,
         client_state: Mapping[str, Any] | None = None,
         rank_state: Any = None,
+        checkpoint_dir_name: str | None = None,
+        validation: Any = False,
     ) -> None:
         """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
+                "critic": b}, which are one checkpoint. The same in each call of a worker.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
+            checkpoint_dir_name: Name of the checkpoint's directory in the run's, as for ``ray.train.report``; unique.
+            validation: As for ``ray.train.report``; the validation gets the committed checkpoint.
 
         Raises:
             CkptError: The save failed, or the previous one in the background; names the worker and the cause. It
                 was neither committed nor reported.
         """
         self.finish()
-        step = int(engine.global_steps)
-        name, *before = self._on_first_worker(
-            lambda: [directory_name(step, secrets.token_hex(4)), *self._previous_commit()], step
-        )
+        _of_this_run(engine)
+        step = int(first_engine(engine).global_steps)
+        name, *before = self._on_first_worker(lambda: self._next(step, checkpoint_dir_name), step)
         self._manager.save_into(
             posixpath.join(self._root, name),
             engine,
@@ -183,16 +203,31 @@ class RayTrainCheckpoints:
             exclude_frozen=False,
             before=(before[0], before[1]),
             rank_state=rank_state,
+            root_files={} if self._ranks.rank else {METRICS: _as_json(metrics)},
         )
-        self._pending = name, dict(metrics)
+        self._pending = name, dict(metrics), validation
         if not self._manager.saves_in_background:
             self.finish()
 
-    def _previous_commit(self) -> tuple[str, int]:
-        """Return attempt and number of the previous commit. Each commit has its own root, without ``latest``."""
+    def _next(self, step: int, given: str | None) -> tuple[str, str, int]:
+        """Return the directory of the next save, and attempt and number of the previous commit, which has another.
+
+        Raises:
+            ArgumentError: The given name cannot name a directory.
+            StorageError: There is a checkpoint of that name.
+        """
         if self._last is None:
             self._last = last_commit(self._storage, self._root)
-        return self._last
+        attempt, number = self._last
+        if given is None:
+            return directory_name(step, number + 1, secrets.token_hex(4)), attempt, number
+        name, directory = checked_tag(given), posixpath.join(self._root, given)
+        if "/" in name:
+            raise ArgumentError("checkpoint_dir_name", f"is {brief(name)}, with several parts", "use one name")
+        self._storage.refresh([])
+        if any(one.committed or (one.is_tag and not one.marked) for one in scan(self._storage, directory, depth=1)):
+            raise StorageError(directory, "is saved already", "give each checkpoint a checkpoint_dir_name of its own")
+        return name, attempt, number
 
     def finish(self) -> None:
         """Wait for the save in the background, and report it to Ray Train; on every worker.
@@ -203,18 +238,17 @@ class RayTrainCheckpoints:
         pending, self._pending = self._pending, None
         self._manager.wait()
         if pending is not None:
-            name, metrics = pending
+            name, metrics, validation = pending
             self._whole.add(name)
             self._last = self._manager.committed  # Ray may remove it before the next commit
-            self._report(name, metrics)
+            self._report(name, metrics, validation)
             self._collect()
 
-    def _report(self, name: str, metrics: Mapping[str, Any]) -> None:
+    def _report(self, name: str, metrics: Mapping[str, Any], validation: Any = False) -> None:
         # Ray requires the run's own file system object.
         checkpoint = ray.train.Checkpoint(posixpath.join(self._run, name), filesystem=self._filesystem)
-        ray.train.report(
-            dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD
-        )
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=mode, validation=validation)
 
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
@@ -241,7 +275,8 @@ class RayTrainCheckpoints:
         """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by the names that they were saved
+                with, or by the names of their folders in a checkpoint of the documented way.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
@@ -273,12 +308,13 @@ class RayTrainCheckpoints:
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, options, required)
+        _of_this_run(engine)
         found = self._manager.begin_restore(engine, self._found, options, **required)
         opener = self._manager.opener(**required)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
         self.restored = self._manager.restored
         if self._manager.restored is not None:
-            self._report_unknown(found, self._manager.restored.path)
+            self._report_unknown(found, self._manager.restored_path)
         return state
 
     def _restore_given(
@@ -301,10 +337,9 @@ class RayTrainCheckpoints:
 
     def _found(self) -> list[str]:
         """Return the checkpoints to resume from, newest first."""
-        known = ray.train.get_checkpoint()
-        return _run_candidates(
-            self._manager.source, self._root, "" if known is None else url_of(known.filesystem, known.path)
-        )
+        newest = ray.train.get_checkpoint()
+        reported = "" if newest is None else url_of(newest.filesystem, newest.path)
+        return run_candidates(self._manager.source, self._root, reported, _known_to_ray() if reported else ())
 
     def _report_unknown(self, found: list[str], restored: str) -> None:
         """Report the restored checkpoint if Ray does not know it: a worker died between commit and report.
@@ -316,12 +351,9 @@ class RayTrainCheckpoints:
             self._whole.add(name)
             self._report(name, metrics)
 
-    def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, float]]]:
+    def _unreported(self, found: list[str], restored: str) -> list[tuple[str, dict[str, Any]]]:
         storage, unheard = self._storage, []
-        reported = ray.train.get_all_reported_checkpoints(
-            consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED
-        )
-        known = {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in reported}
+        known = _known_to_ray()
         for path in found[found.index(restored) :]:
             root, tag = posixpath.split(path)
             name = posixpath.basename(root)
@@ -330,7 +362,7 @@ class RayTrainCheckpoints:
             manifest = read_manifest(storage, path)
             if not size_problems(storage, path, manifest):
                 settle(self._storage, root, tag)
-                unheard.append((name, dict(manifest.metrics)))
+                unheard.append((name, _metrics_in(storage, root) or dict(manifest.metrics)))
         return unheard[::-1]
 
     # ------------------------------------------------------------------------------------------- cleanup
@@ -359,7 +391,10 @@ class RayTrainCheckpoints:
                 continue
             times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
             newest = max((t for t in times if t is not None), default=math.inf)
-            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished_below(storage, directory))
+            unfinished = unfinished_below(storage, directory)
+            if not unfinished and not is_own_name(one.tag):
+                continue  # the run's script wrote it
+            alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished)
             if newest < math.inf and is_old(newest, self._grace) and not alive:
                 found[directory] = state
         return found
@@ -379,21 +414,12 @@ class RayTrainCheckpoints:
         return bool(new)
 
 
-def _run_candidates(storage: Storage, run: str, reported: str) -> list[str]:
-    """Return the checkpoints of a run, newest first: commits, and the last one reported without ckpttool."""
-    commits = run_commits(storage, run)
-    found = [one.path for one in commits]
-    if reported and not posixpath.basename(reported).startswith(PREFIX):
-        for other in reversed(candidates(storage, reported)):
-            found.insert(next((n for n, c in enumerate(commits) if c.step < other.step), len(commits)), other.path)
-    return found
-
-
 def _candidates(storage: Storage, root: str) -> list[str]:
     """Return the checkpoints at a path of the user: a run, a root of checkpoints, or one checkpoint of any format."""
     latest = latest_of_ray(storage, root)
-    found = _run_candidates(storage, root, posixpath.join(root, latest) if latest else "")
-    return found or [one.path for one in candidates(storage, root)] or [root]
+    reported = posixpath.join(root, latest) if latest else ""
+    found = run_candidates(storage, root, reported, listed_by_ray(storage, root))
+    return found or [one.path for one in checkpoints_of_ray(storage, root)] or [root]
 
 
 def _at_end(finish: Callable[[], None], abandon: Callable[[], None]) -> None:
@@ -437,7 +463,7 @@ class _Exceptions:
 
     def __init__(self, queue: Any, before: Callable[[], None]) -> None:
         self._queue = queue
-        self._previous_commit = before
+        self._before = before
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -446,7 +472,7 @@ class _Exceptions:
         """Pass an exception to Ray, or None for no exception."""
         try:
             if error is not None:
-                self._previous_commit()
+                self._before()
         finally:
             self._queue.put(error, *arguments, **options)
 
@@ -476,8 +502,54 @@ def _flat_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return dict(list(flat("", metrics))[:MAX_METRICS])
 
 
+def _as_json(metrics: Mapping[str, Any]) -> bytes:
+    """Return metrics as JSON, so that a report after a worker's death has the same types; without values of others."""
+    kept = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError, RecursionError):
+            kept[str(name)] = json.loads(json.dumps(value, default=lambda one: one.item()))  # a number of numpy
+    return json.dumps(kept).encode()
+
+
+def _metrics_in(storage: Storage, root: str) -> dict[str, Any]:
+    """Return the metrics that were reported with a commit; empty for commits of old releases."""
+    try:
+        found = json.loads(find_text(storage, posixpath.join(root, METRICS)) or "{}")
+    except (CkptError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()
 """The object that implements the functions below, by the run's storage: each run of a worker process has its own."""
+
+
+_ENGINES: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+"""The engines that a run saves and restores by default, by the run's storage."""
+
+
+def first_engine(engine: Any) -> Any:
+    """Return an engine, or the first of several."""
+    return next(iter(engines_by_name(engine).values()))
+
+
+def _of_this_run(engine: Any) -> None:
+    """Refuse an engine beside another one that the run saves: a restore would load the newest of both into each.
+
+    Raises:
+        ArgumentError: It is not an engine, or the run saves another engine, which is still there.
+    """
+    engines, known = engines_by_name(engine), _ENGINES.get(_run_storage(), {})
+    for one in engines.values():
+        check_engine(one)
+    if any(one() is not engines.get(name) for name, one in known.items()):
+        gc.collect()  # an engine that was replaced
+    alive = {name: one() for name, one in known.items() if one() is not None}
+    if alive and alive != engines:
+        problem = "is another than the engine that this worker has saved or restored before in this run"
+        hint = 'pass all engines of the run together, in each call: {"policy": a, "critic": b}'
+        raise ArgumentError("engine", problem, hint)
+    _ENGINES[_run_storage()] = {name: weakref.ref(one) for name, one in engines.items()}
 
 
 def _current() -> RayTrainCheckpoints:
@@ -487,11 +559,9 @@ def _current() -> RayTrainCheckpoints:
     return _OF_RUN[storage]
 
 
-def report(
-    engine: Any, metrics: Mapping[str, Any], *, client_state: Mapping[str, Any] | None = None, rank_state: Any = None
-) -> None:
+def report(engine: Any, metrics: Mapping[str, Any], **options: Any) -> None:
     """Save, commit and report, on every worker; see ``RayTrainCheckpoints.report``."""
-    _current().report(engine, metrics, client_state=client_state, rank_state=rank_state)
+    _current().report(engine, metrics, **options)
 
 
 def restore(engine: Any, checkpoint: Any = None, **options: bool) -> dict[str, Any] | None:
@@ -590,21 +660,83 @@ def _as_fsspec(filesystem: Any) -> Any:
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None
 
         # pyarrow exposes its arguments only in its pickle form.
-        given = filesystem.__reduce__()[1][0]
-        endpoint = given.get("endpoint_override") or None
-        if endpoint and "://" not in endpoint:
-            endpoint = f"{given.get('scheme') or 'https'}://{endpoint}"
-        client = {"region_name": given["region"]} if given.get("region") else {}
-        keys = {"key": given.get("access_key"), "secret": given.get("secret_key"), "token": given.get("session_token")}
-        known = {name: value for name, value in keys.items() if value}
-        anonymous = {"anon": True} if given.get("anonymous") else {}
-        options = {**OWN, "client_kwargs": client, **known, **anonymous}
-        if endpoint:
-            options["endpoint_url"] = endpoint
-        return SingleAttemptFileSystem(**with_defaults(options))
+        return SingleAttemptFileSystem(**with_defaults({**OWN, **s3_options(filesystem.__reduce__()[1][0])}))
     from fsspec.implementations.arrow import ArrowFSWrapper
 
     return ArrowFSWrapper(filesystem)
+
+
+OF_OBJECTS = {
+    "ACL": "ACL",
+    "Cache-Control": "CacheControl",
+    "Content-Language": "ContentLanguage",
+    "Content-Type": "ContentType",
+    "Expires": "Expires",
+}
+"""Parameters of S3's requests by the names in ``default_metadata``; pyarrow ignores other names.
+
+Source: Arrow, cpp/src/arrow/filesystem/s3fs.cc (``ObjectMetadataSetter``)."""
+WITHOUT_EFFECT = {
+    "allow_bucket_creation",
+    "allow_bucket_deletion",
+    "allow_delayed_open",
+    "background_writes",
+    "check_directory_existence_before_creation",
+    "external_id",
+    "load_frequency",
+    "session_name",
+}
+"""Options for operations that ckpttool does not use, and options that count only with ``role_arn``."""
+
+
+def s3_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of s3fs that have the effect of the options of ``pyarrow.fs.S3FileSystem``.
+
+    Args:
+        given: All options of pyarrow's file system, as it pickles them.
+
+    Raises:
+        PlanError: An option has no counterpart in s3fs.
+    """
+    left = {name: value for name, value in given.items() if value and name not in WITHOUT_EFFECT}
+    client: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    options: dict[str, Any] = {"client_kwargs": client, "config_kwargs": config}
+    endpoint, scheme = left.pop("endpoint_override", ""), left.pop("scheme", "https")
+    if endpoint:
+        options["endpoint_url"] = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+    elif scheme == "http":
+        options["use_ssl"] = False
+    for where, own, name in (
+        (options, "key", "access_key"),
+        (options, "secret", "secret_key"),
+        (options, "token", "session_token"),
+        (options, "anon", "anonymous"),
+        (client, "region_name", "region"),
+        (client, "verify", "tls_ca_file_path"),
+    ):
+        if name in left:
+            where[own] = left.pop(name)
+    for own, name in (("connect_timeout", "connect_timeout"), ("read_timeout", "request_timeout")):
+        seconds = left.pop(name, -1)
+        config |= {own: seconds} if seconds > 0 else {}
+    if left.pop("force_virtual_addressing", False):
+        config["s3"] = {"addressing_style": "virtual"}
+    proxy = left.pop("proxy_options", {})
+    if proxy.get("host"):
+        user = ":".join(quote(proxy[name], safe="") for name in ("username", "password") if proxy.get(name))
+        url = f"{proxy['scheme']}://{user}{'@' if user else ''}{proxy['host']}:{proxy['port']}"
+        config["proxies"] = {"http": url, "https": url}
+    metadata = {name.decode(): value.decode() for name, value in dict(left.pop("default_metadata", {})).items()}
+    if metadata:
+        options["s3_additional_kwargs"] = {OF_OBJECTS[n]: value for n, value in metadata.items() if n in OF_OBJECTS}
+    if left:
+        problem = f"has the option {', '.join(left)} of pyarrow.fs.S3FileSystem, which s3fs does not have"
+        hint = (
+            "set it in a profile of the workers (AWS_PROFILE), or wrap an s3fs.S3FileSystem in pyarrow.fs.FSSpecHandler"
+        )
+        raise PlanError("RunConfig(storage_filesystem=...)", problem, hint)
+    return options
 
 
 class RayRun:
@@ -635,11 +767,14 @@ class RayRun:
 
     def reported(self) -> set[str]:
         """Return the names of the checkpoints that Ray knows."""
-        import ray.train
+        return _known_to_ray()
 
-        mode = ray.train.CheckpointConsistencyMode.COMMITTED
-        known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
-        return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
+
+def _known_to_ray() -> set[str]:
+    """Return the names of the checkpoints of this run that Ray has recorded."""
+    mode = ray.train.CheckpointConsistencyMode.COMMITTED
+    known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
+    return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
 
 
 def current_run() -> RayRun | None:

@@ -68,6 +68,8 @@ class Request:
     """``Manifest.batch``."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """``Manifest.provenance``."""
+    engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """``Manifest.engines``, without digests."""
     latest: bool = True
     """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
@@ -90,7 +92,7 @@ def save(
     *,
     timeout: float,
     failed: CkptError | None = None,
-    digests: Callable[[], Mapping[str, str] | None] = lambda: None,
+    digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
 
@@ -104,7 +106,7 @@ def save(
         timeout: Seconds that a rank may lag.
         failed: Error of this rank that makes the save fail.
         digests: Called after the files are written; returns this rank's digests of its state (``RankDigest.to_json``),
-            or None.
+            or None; of several engines, of each by its name.
 
     Raises:
         RankError: A rank failed or sent no message in time; nothing was committed.
@@ -215,9 +217,11 @@ def _finish(
         claim.check()
         named = find_text(storage, latest)
         fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, root, named, request)
-        manifest = Manifest(**fields, files=files, digests=_merged([result["digests"] for result in results])).to_json(
-            request.sign_key
-        )
+        own = [result["digests"] for result in results]
+        digests = {name: _merged([rank and rank[name] for rank in own]) for name in request.engines}
+        engines = {name: {**facts, "digests": digests[name]} for name, facts in request.engines.items()}
+        whole = None if engines else _merged(own)
+        manifest = Manifest(**fields, files=files, digests=whole, engines=engines).to_json(request.sign_key)
         put_new(storage, posixpath.join(claim.directory, MANIFEST), manifest)
         # A process that takes over first replaces the marker, then looks for a manifest.
         claim.check()

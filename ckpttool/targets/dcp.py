@@ -50,8 +50,8 @@ class DcpLayout:
 
     model: tuple[str, ...]
     """Keys before the name of a weight."""
-    optimizer: str
-    """Key of the optimizer's state dict."""
+    optimizer: tuple[str, ...]
+    """Keys of the optimizer's state dict."""
     flat: bool = False
     """Whether the optimizer's state dict has flat keys, with the hyper-parameters of each parameter."""
     directories: tuple[str, str] = ("", "")
@@ -59,12 +59,14 @@ class DcpLayout:
 
 
 LAYOUTS = {
-    "nested": DcpLayout(("model",), "optim"),
-    "flat": DcpLayout(("model",), "optim", flat=True),
-    "accelerate": DcpLayout(("model",), "optimizer", directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
-    "torchtitan": DcpLayout((), "optimizer", flat=True),
+    "nested": DcpLayout(("model",), ("optim",)),
+    "flat": DcpLayout(("model",), ("optim",), flat=True),
+    "accelerate": DcpLayout(("model",), ("optimizer",), directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
+    "torchtitan": DcpLayout((), ("optimizer",), flat=True),
+    "app": DcpLayout(("app", "model"), ("app", "optim")),
 }
-"""Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``."""
+"""Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``,
+and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,9 +193,9 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
             options["params"] = listed
         for name in listed if names.flat else ("",):
             for key, value in options.items():
-                path: Path = (names.optimizer, "param_groups", g, key)
+                path: Path = (*names.optimizer, "param_groups", g, key)
                 if names.flat:
-                    path = (names.optimizer, f"param_groups.{name}.{key}")
+                    path = (*names.optimizer, f"param_groups.{name}.{key}")
                 if isinstance(value, TensorFloat | TensorInteger):
                     yield "optimizer", name, _scalar_entry(builder, path, value, value.dtype)
                 else:
@@ -204,8 +206,8 @@ def _states(
     checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: DcpLayout
 ) -> Iterator[_TensorEntry]:
     def path(key: str) -> Path:
-        flat = (names.optimizer, f"state.{parameter.name}.{key}")
-        return flat if names.flat else (names.optimizer, "state", parameter.name, key)
+        flat = (*names.optimizer, f"state.{parameter.name}.{key}")
+        return flat if names.flat else (*names.optimizer, "state", parameter.name, key)
 
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:

@@ -154,7 +154,7 @@ def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) ->
     before = ("", 0)
     for number, step in enumerate((10, 20, 30, 15, 25), 1):
         request = Request("global", step, 2, before=before, sidecars=SIDECARS)
-        root = str(tmp_path / directory_name(step, f"{number:08x}"))
+        root = str(tmp_path / directory_name(step, number, f"{10 - number:08x}"))
         save(LOCAL, root, Alone(), request, part(version(0), 0, 1), timeout=5.0)
         before = last_commit(LOCAL, str(tmp_path))
         assert before[1] == number

@@ -40,12 +40,14 @@ class Run:
     rate: float = 0.01
     zero: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 1
+    stepped: str = "engine"
+    """"engine", or "optimizer" for a loop that calls ``optimizer.step()``, as the script of Ray's page does."""
 
     @property
     def id(self) -> str:
         """A name for it."""
         zero = "-".join(f"{key}={value}" for key, value in self.zero.items() if not isinstance(value, dict))
-        parts = (f"zero{self.stage}", f"dp{self.world_size}", self.model, self.dtype, self.optimizer)
+        parts = (f"zero{self.stage}", f"dp{self.world_size}", self.model, self.dtype, self.optimizer, self.stepped)
         return "-".join([*parts, f"{self.steps}steps", str(self.rate), str(self.accumulation), *filter(None, [zero])])
 
 
@@ -78,7 +80,8 @@ def _runs() -> list[Run]:
 
 RUNS = _runs()
 ADAPTER_RUNS = [Run(stage, 2, ADAPTER) for stage in (1, 2, 3)]
-TRAINED = [*sampling.some(RUNS, 28), *ADAPTER_RUNS]
+STEPPED_RUNS = [Run(stage, 2, stepped="optimizer") for stage in (1, 3)]
+TRAINED = [*sampling.some(RUNS, 28), *ADAPTER_RUNS, *STEPPED_RUNS]
 
 
 def _train(job: dict[str, Any], directory: Path) -> None:
@@ -98,7 +101,11 @@ def _train(job: dict[str, Any], directory: Path) -> None:
     for _ in range(run.steps * run.accumulation):
         loss = engine(_inputs(run)).float().square().mean()
         engine.backward(loss)
-        engine.step()
+        if run.stepped == "engine":
+            engine.step()
+        else:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
     engine.save_checkpoint(str(out), exclude_frozen_parameters=run.model == ADAPTER)
     assert str(ckpttool.prove(engine, out)).startswith("proven: ")
     held = {key: tensor.detach().clone().contiguous() for key, tensor in common.live_tensors(engine).items()}

@@ -297,6 +297,17 @@ def test_model_states_of_another_step_than_the_optimizers_are_noticed(checkpoint
     assert len(ckpttool.verify(root).findings) == 1
 
 
+def test_an_engine_that_counts_no_steps_is_sound(checkpoint_copy: Callable[[str], Path]) -> None:
+    """The script of Ray's page calls ``optimizer.step()``, and not ``engine.step()``."""
+    root = checkpoint_copy("zero3-dp2-bf16")
+    _edit_model(root, lambda state: state.update(global_steps=0))
+    report = ckpttool.verify(root, deep=True)
+    assert report.findings == ()
+    assert (
+        "the optimizer took 3 steps, and the engine counted none: the loop does not call engine.step()" in report.notes
+    )
+
+
 @pytest.mark.parametrize("key", ["fp32", "module", 7])
 def test_an_optimizer_state_with_a_name_that_means_something_else_poses_as_nothing(
     key: Any, checkpoint_copy: Callable[[str], Path]

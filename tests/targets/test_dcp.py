@@ -127,13 +127,14 @@ def test_a_description_equals_the_file_of_torch_save(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- FSDP
 
 
-def _resume(rank: int, world_size: int, checkpoint: str, rendezvous: str) -> None:
+def _resume(rank: int, world_size: int, checkpoint: str, layout: str, rendezvous: str) -> None:
     """Shard the model as people do, load, and compare what the model and its optimizer then hold."""
     import warnings
 
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.stateful import Stateful
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -149,9 +150,23 @@ def _resume(rank: int, world_size: int, checkpoint: str, rendezvous: str) -> Non
     for module in (model.frozen_proj, model.up, model.down, model.norm):  # not the root, which has a scalar
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(param_groups(model))
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optim": states}, checkpoint_id=checkpoint)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+    class AppState(Stateful):  # type: ignore[misc]  # torch is not followed
+        """As in torch's tutorial."""
+
+        def state_dict(self) -> dict[str, Any]:
+            weights, states = get_state_dict(model, optimizer)
+            return {"model": weights, "optim": states}
+
+        def load_state_dict(self, found: dict[str, Any]) -> None:
+            set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
+
+    if layout == "app":
+        dcp.load({"app": AppState()}, checkpoint_id=checkpoint)
+    else:
+        state = AppState().state_dict()
+        dcp.load(state, checkpoint_id=checkpoint)
+        AppState().load_state_dict(state)
     expected = truth("zero3-dp2-bf16")
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,11 +194,12 @@ def _resume(rank: int, world_size: int, checkpoint: str, rendezvous: str) -> Non
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("layout", ["nested", "app"])
 @pytest.mark.parametrize("world_size", [2])
-def test_fsdp_resumes_from_it(world_size: int, tmp_path: Path) -> None:
-    out = _write(inspect(source("zero3-dp2-bf16")), tmp_path / "out", max_file_bytes=30_000)
+def test_fsdp_resumes_from_it(world_size: int, layout: str, tmp_path: Path) -> None:
+    out = _write(inspect(source("zero3-dp2-bf16")), tmp_path / "out", layout=layout, max_file_bytes=30_000)
     context = multiprocessing.get_context("spawn")
-    arguments = (world_size, str(out), str(tmp_path / "rendezvous"))
+    arguments = (world_size, str(out), layout, str(tmp_path / "rendezvous"))
     ranks = [context.Process(target=_resume, args=(rank, *arguments)) for rank in range(world_size)]
     for rank in ranks:
         rank.start()

@@ -21,7 +21,7 @@ from ckpttool.storage import MARK
 from tests import forked
 from tests.faults.s3_proxy import Proxy
 from tests.storage import server
-from tests.under_ray import frameworks, loops, worker_forks
+from tests.under_ray import frameworks, loops, pages, worker_forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,7 +102,7 @@ def _do(job: dict[str, Any], directory: Path) -> None:
     forked.end_if_stuck(SECONDS)
     runs: dict[str, Callable[..., None]] = {
         "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
-        "frameworks": _frameworks,
+        "frameworks": _frameworks, "several": _several, "pages": _pages,
     }  # fmt: skip
     name = job["name"]
     try:
@@ -122,14 +122,15 @@ def join() -> None:
     ray.init(logging_level="error", log_to_driver=bool(os.environ.get("CKPTTOOL_TEST_LOG")))
 
 
-def fit(loop: Any, config: dict[str, Any], workers: int, **run: Any) -> Any:
+def fit(loop: Any, config: dict[str, Any], workers: int, *, validation: Any = None, **run: Any) -> Any:
     """Run a train function on so many workers."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     scaling = ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5})
     return TorchTrainer(
-        loop, train_loop_config=config, scaling_config=scaling, run_config=RunConfig(**run)
+        loop, train_loop_config=config, scaling_config=scaling, run_config=RunConfig(**run),
+        validation_config=validation,
     ).fit()  # fmt: skip
 
 
@@ -165,6 +166,34 @@ def _resume(directory: Path) -> None:
     config = {"facts": str(directory), "sources": sources, "missing": str(directory / "nowhere")}
     second = fit(loops.resuming, config, 3, **here)
     loops.note(str(directory), "second.json", _told(second))
+
+
+def _several(directory: Path, thorough: bool) -> None:
+    join()
+    from ray.train import ValidationConfig
+
+    validation = ValidationConfig(loops.validate, ray_remote_kwargs={"num_cpus": 0.1})
+    config = {"facts": str(directory)}
+    parts = [("documented", 2, "several"), ("resumed", 1, "several"), ("resumed again", 2, "several")]
+    parts += [("plain", 1, "plain"), ("resumed plain", 1, "plain")] if thorough else []
+    for part, workers, name in parts:
+        result = fit(
+            loops.several, {**config, "part": part}, workers, name=name, storage_path=str(directory),
+            validation=validation,
+        )  # fmt: skip
+        loops.note(str(directory), f"{part}.json", _told(result))
+
+
+TURNS = (("documented", 2), ("ours", 3), ("ours", 1), ("documented", 1), ("ours", 2))
+"""How a script saves, and on how many workers, one run after the other in one directory."""
+
+
+def _pages(directory: Path, script: str, turns: int) -> None:
+    join()
+    for turn, (way, workers) in enumerate(TURNS[:turns]):
+        config = {"facts": str(directory), "script": script, "turn": turn, "way": way}
+        result = fit(getattr(pages, script), config, workers, name=script, storage_path=str(directory))
+        loops.note(str(directory), f"{script}.json", _told(result))
 
 
 def _ending(directory: Path, endings: list[str]) -> None:

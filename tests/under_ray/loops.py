@@ -48,7 +48,7 @@ def engine_of(stage: int) -> tuple[Any, Callable[[], float]]:
     return engine, step
 
 
-def digest_of(engine: Any) -> str:
+def digest_of(engine: Any, *, odd: bool = True) -> str:
     """A digest of masters, optimizer states and buffers, whole, whatever ranks and stage; on every rank."""
     import torch
     from recipes import common
@@ -57,7 +57,7 @@ def digest_of(engine: Any) -> str:
     tensors = common.live_tensors(engine)
     names = [name for name in sorted(tensors) if name.startswith(("fp32/", "exp_avg/", "exp_avg_sq/", "buffer/"))]
     kinds = {name.partition("/")[0] for name in names}
-    assert kinds == {"fp32", "buffer", *({"exp_avg", "exp_avg_sq"} if engine.global_steps else ())}
+    assert not odd or kinds == {"fp32", "buffer", *({"exp_avg", "exp_avg_sq"} if engine.global_steps else ())}
     for name in names:
         digest.update(name.encode())
         digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -209,7 +209,7 @@ def resuming(config: dict[str, Any]) -> None:
     assert restored is not None
     assert restored.rank_state == {"rank": rank}
     found["rank states"] = list(restored.rank_states)
-    found["unlisted"] = _with_a_failure(0, ray_train, "run_commits", lambda: ray_train.restore(engine))
+    found["unlisted"] = _with_a_failure(0, ray_train, "run_candidates", lambda: ray_train.restore(engine))
     found["unwritten"] = _with_a_failure(2, files, "write_files", lambda: ray_train.report(engine, {"loss": 0.0}))
     train()
     RayTrainCheckpoints(grace=0.0).report(engine, {"loss": 0.125}, client_state={"step": 4})
@@ -237,6 +237,75 @@ def _with_a_failure(rank: int, where: Any, name: str, call: Callable[[], Any]) -
     everybody: list[str] = [""] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everybody, told)
     return everybody
+
+
+def validate(checkpoint: Any) -> dict[str, Any]:
+    """Return metrics of a reported checkpoint, in a task of Ray."""
+    import ckpttool
+
+    (entry,) = [e for e in ckpttool.ls(os.path.dirname(checkpoint.path)).entries if e.path == checkpoint.path]
+    return {"validated": entry.whole}
+
+
+def several(config: dict[str, Any]) -> None:
+    """Two engines of one architecture; in a folder of each as documented, and resumed by name."""
+    import ray.train.collective
+    import torch
+
+    from ckpttool import CkptError
+    from ckpttool.integrations import ray_train
+
+    made = {"policy": engine_of(2), "critic": engine_of(3)}
+    engines = {name: engine for name, (engine, _) in made.items()}
+    found: dict[str, Any] = {}
+
+    def refused(engine: Any) -> str:
+        try:
+            ray_train.restore(engine)
+        except CkptError as error:
+            return str(error)
+        return ""
+
+    with tempfile.TemporaryDirectory() as directory:
+        if config["part"] == "plain":
+            Path(directory, "model.pt").write_text("weights")
+            ray.train.report({"loss": 1.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+        elif config["part"] == "documented":
+            for number, (name, (engine, train)) in enumerate(made.items(), 1):
+                for _ in range(number):
+                    train()
+                os.mkdir(os.path.join(directory, name))
+                engine.save_checkpoint(os.path.join(directory, name), client_state={"of": name})
+            ray.train.collective.barrier()
+            ray.train.report({"loss": 1.0}, checkpoint=ray.train.Checkpoint.from_directory(directory))
+        elif config["part"] == "resumed plain":
+            found["error"] = refused(engines["policy"])
+        else:
+            found["alone"] = refused(engines["policy"])
+            ray_train._ENGINES.clear()
+            found["state"] = ray_train.restore(engines)
+            found["second alone"] = refused(engines["critic"])
+            found["restored"] = [digest_of(engine) for engine in engines.values()]
+            for _, train in made.values():
+                train()
+            try:
+                ray_train.report(torch.nn.Linear(2, 2), {"loss": 0.0})
+            except CkptError as error:
+                found["module"] = str(error)
+            again = config["part"] == "resumed again"
+            ray_train.report(
+                engines, {"loss": 0.5}, client_state={"of": "both"}, validation=again,
+                checkpoint_dir_name="the-last" if again else None,
+            )  # fmt: skip
+            if again:
+                try:
+                    ray_train.report(engines, {"loss": 0.5}, checkpoint_dir_name="the-last")
+                except CkptError as error:
+                    found["repeated"] = str(error)
+                found["newest"] = ray_train.restore(engines)
+    found["saved"] = [digest_of(engine) for engine in engines.values()]
+    if ray.train.get_context().get_world_rank() == 0:
+        note(config["facts"], f"several {config['part']}.json", found)
 
 
 def in_background(config: dict[str, Any]) -> None:

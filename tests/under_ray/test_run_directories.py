@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,20 @@ from ckpttool.catalog.entries import (
     last_commit,
     latest_of_ray,
     listed_by_ray,
+    run_candidates,
     run_commits,
 )
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
+from tests.cli.command import ckpttool as command
 from tests.truth import HERE, source
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.storage.server import Bucket
 
 NAME = "zero2-dp2-bf16"
 OF_RAY = "checkpoint_2026-11-21_16-18-02.826416"
@@ -40,11 +45,11 @@ def _save(run: Path, name: str, tag: str = "global_step3") -> Path:
 
 
 def _commit(run: Path, step: int, token: str, created: float, number: int = 0) -> str:
-    name = directory_name(step, token)
+    name = directory_name(step, number, token)
     directory = _save(run, name, f"global_step{step}")
     manifest = Manifest(
         tag=f"global_step{step}", step=step, created=created, attempt=token, world_size=2, stage=2, number=number,
-        metrics={"loss": 1.0 / step}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
+        metrics={"loss": 1.0 / (step or 1)}, files={p.name: of_bytes(p.read_bytes()) for p in directory.iterdir()},
     )  # fmt: skip
     (directory / MANIFEST).write_bytes(manifest.to_json())
     os.utime(directory / MANIFEST, (created, created))
@@ -60,7 +65,7 @@ def _list(run: Path, *names: str) -> None:
 
 def test_the_newest_commit_comes_first_and_of_one_step_the_later(tmp_path: Path) -> None:
     names = [_commit(tmp_path, 9, "bb", 3.0), _commit(tmp_path, 10, "cc", 1.0), _commit(tmp_path, 10, "aa", 2.0)]
-    torn = tmp_path / directory_name(11, "dd") / "global_step11"
+    torn = tmp_path / directory_name(11, 1, "dd") / "global_step11"
     torn.mkdir(parents=True)
     (torn / MARK).write_text("{}")
     _save(tmp_path, OF_RAY)
@@ -93,7 +98,7 @@ def test_checkpoints_removed_by_ray_meanwhile_are_left_out(tmp_path: Path, monke
     assert [os.path.basename(c.root) for c in run_commits(LOCAL, str(tmp_path))] == [stays]
 
 
-@pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_123456789_0a1b2c3d"])
+@pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_00000012_000003_0a1b2c3d"])
 def test_names_of_checkpoints_are_known(name: str) -> None:
     assert is_checkpoint_name(name)
     assert not is_checkpoint_name(f"{name}.removed")
@@ -171,6 +176,115 @@ def test_every_command_reads_the_checkpoints_of_rays_callbacks(tmp_path: Path, i
     assert (entry.name, entry.whole, entry.reported) == (OF_RAY, True, True)
 
 
+# ------------------------------------------------------------------------------------------------- documented saves
+
+
+@pytest.mark.parametrize("inner", ["epoch", "x/y"])
+def test_a_checkpoint_in_a_folder_of_a_checkpoint_is_found(inner: str, tmp_path: Path) -> None:
+    _save(tmp_path, f"{OF_RAY}/{inner}")
+    _list(tmp_path, OF_RAY)
+    directory = str(tmp_path / OF_RAY / inner / "global_step3")
+    assert ckpttool.inspect(tmp_path / OF_RAY).location == directory
+    assert not ckpttool.verify(tmp_path / OF_RAY, deep=True).findings
+    (entry,) = ckpttool.ls(tmp_path).entries
+    assert (entry.name, entry.whole, entry.step, entry.reported) == (OF_RAY, True, 3, True)
+    (decision,) = ckpttool.prune(tmp_path, keep_last=1)
+    assert decision.keep
+    assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [directory]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("critic", "policy"), ("actor", "critic")])
+def test_the_folders_of_two_engines_are_one_checkpoint(names: tuple[str, str], tmp_path: Path) -> None:
+    for inner in names:
+        _save(tmp_path, f"{OF_RAY}/{inner}")
+    (entry,) = ckpttool.ls(tmp_path).entries
+    assert (entry.name, entry.whole) == (OF_RAY, True)
+    with pytest.raises(LayoutError, match=f"pass one of its checkpoints: {names[0]}, {names[1]}"):
+        ckpttool.inspect(tmp_path / OF_RAY)
+    assert run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {OF_RAY}) == [str(tmp_path / OF_RAY)]
+
+
+def test_the_checkpoints_of_a_run_are_not_those_of_the_directory_above(tmp_path: Path) -> None:
+    _save(tmp_path / "run", "x")
+    _save(tmp_path, OF_RAY)
+    assert [e.name for e in ckpttool.ls(tmp_path).entries] == [OF_RAY]
+
+
+def test_a_checkpoint_that_ray_names_and_nobody_reads_is_an_error(tmp_path: Path) -> None:
+    own = _commit(tmp_path, 5, "aa", 1.0, 1)
+    (tmp_path / OF_RAY).mkdir()
+    (tmp_path / OF_RAY / "model.pt").write_text("weights")
+    _list(tmp_path, own, OF_RAY)
+    with pytest.raises(LayoutError, match=f"{OF_RAY}: is the checkpoint that Ray resumes from, and contains none"):
+        run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {own, OF_RAY})
+    newer = _commit(tmp_path, 6, "bb", 4e9, 2)  # Ray has not heard of it
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {own, OF_RAY})
+    assert [os.path.basename(os.path.dirname(path)) for path in found] == [newer, own]
+    entries = {e.name: e for e in ckpttool.ls(tmp_path).entries}
+    assert entries[OF_RAY].problem == "contains no checkpoint"
+
+
+@pytest.mark.parametrize("step", [2, 3, 8])
+def test_what_ray_got_last_is_newer_than_all_that_it_knows(step: int, tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", 1.0, 1), _commit(tmp_path, step, "bb", 4e9, 2)]
+    other = _save(tmp_path, OF_RAY)  # at step 3
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {*names, OF_RAY})
+    assert found[0] == str(other)
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / OF_RAY), {names[0], OF_RAY})
+    assert found.index(str(other)) == (0 if step < 3 else 1), "of a later step, or committed later"
+
+
+def test_saves_of_an_engine_that_counts_no_steps_are_in_the_order_of_the_commits(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, 0, token, 1.0, number) for number, token in enumerate(("cc", "aa", "dd", "bb"), 1)]
+    assert sorted(names) == names
+    assert [e.name for e in ckpttool.ls(tmp_path).entries] == names
+    states = [line.split()[-1] for line in command("ls", tmp_path).stdout.splitlines()[1:]]
+    assert states == ["whole", "whole", "whole", "newest"]
+    ckpttool.prune(tmp_path, keep_last=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == names[2:]
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_prune_without_the_snapshot_keeps_the_newest_of_both_kinds(step: int, tmp_path: Path) -> None:
+    """Saves of Ray's documented way and commits, in turn; the documented ones are at step 3."""
+    steps = (step, 6) if step else (3, 3)
+    own = [_commit(tmp_path, steps[0], "aa", 2e9, 1), _commit(tmp_path, steps[1], "bb", 4e9, 2)]
+    documented = [OF_RAY.replace("11-21", f"11-2{n}") for n in (1, 2, 3)]
+    for name, written in zip(documented, (1e9, 3e9, 5e9), strict=True):
+        _save(tmp_path, name)
+        for path in (tmp_path / name).rglob("*"):
+            os.utime(path, (written, written))
+    expected = [own[1], own[0]] if step else [documented[2], own[1], documented[1], own[0], documented[0]]
+    ranked = sorted(ckpttool.ls(tmp_path).entries, key=lambda e: -e.rank)
+    assert [e.name for e in ranked][: len(expected)] == expected
+    shutil.rmtree(tmp_path / own[1])
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert [p.name for p in tmp_path.iterdir()] == [own[0] if step else documented[2]]
+
+
+def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", 1.0, number) for number, step in enumerate((10, 20, 15), 1)]
+    with pytest.raises(LayoutError, match=f"pass the newest checkpoint of the run: {tmp_path / names[2]}$"):
+        ckpttool.inspect(tmp_path)
+    _save(tmp_path, OF_RAY)
+    for call in (ckpttool.verify, ckpttool.inspect):
+        with pytest.raises(LayoutError, match=f"{names[2]} or, saved without ckpttool, {tmp_path / OF_RAY}$"):
+            call(tmp_path)
+
+
+@pytest.mark.parametrize("name", [MARK, f"{MARK}.0123abcd.partial"])
+def test_a_leftover_with_a_marker_alone_is_seen_and_removed(name: str, tmp_path: Path) -> None:
+    whole = _commit(tmp_path, 5, "aa", 1.0, 1)
+    torn = tmp_path / directory_name(6, 2, "bb") / "global_step6"
+    torn.mkdir(parents=True)
+    (torn / name).write_text("{}" if name == MARK else "")
+    entries = {e.name: e for e in ckpttool.ls(tmp_path).entries}
+    assert entries[torn.parent.name].torn == "uncommitted"
+    assert all(d.keep for d in ckpttool.prune(tmp_path, torn=True)), "younger than an hour"
+    ckpttool.prune(tmp_path, torn=True, grace=0)
+    assert [p.name for p in tmp_path.iterdir()] == [whole]
+
+
 # ------------------------------------------------------------------------------------------------- storages
 
 
@@ -205,6 +319,85 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     assert given.retries == retries
     assert not opened.dircache.use_listings_cache, "other workers write, too"
     assert (opened.endpoint_url, opened.key) == ("http://host:9000", "k")
+
+
+OF_PYARROW: dict[str, tuple[Any, dict[str, Any]]] = {
+    "access_key": ("k", {"key": "k"}),
+    "secret_key": ("s", {"secret": "s"}),
+    "session_token": ("t", {"token": "t"}),
+    "anonymous": (True, {"anon": True}),
+    "region": ("eu-west-1", {"client_kwargs": {"region_name": "eu-west-1"}}),
+    "request_timeout": (7, {"config_kwargs": {"read_timeout": 7.0}}),
+    "connect_timeout": (3, {"config_kwargs": {"connect_timeout": 3.0}}),
+    "scheme": ("http", {"use_ssl": False}),
+    "endpoint_override": ("host:9000", {"endpoint_url": "https://host:9000"}),
+    "background_writes": (False, {}),
+    "default_metadata": (
+        {"ACL": "bucket-owner-full-control", "Content-Type": "x/y"},
+        {"s3_additional_kwargs": {"ACL": "bucket-owner-full-control", "ContentType": "x/y"}},
+    ),
+    "proxy_options": (
+        {"scheme": "http", "host": "proxy", "port": 80, "username": "me", "password": "p@ss"},
+        {"config_kwargs": {"proxies": dict.fromkeys(("http", "https"), "http://me:p%40ss@proxy:80")}},
+    ),
+    "allow_delayed_open": (True, {}),
+    "allow_bucket_creation": (True, {}),
+    "allow_bucket_deletion": (True, {}),
+    "check_directory_existence_before_creation": (True, {}),
+    "force_virtual_addressing": (True, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}),
+    "tls_ca_file_path": ("/ca.pem", {"client_kwargs": {"verify": "/ca.pem"}}),
+    "role_arn": ("arn:aws:iam::1:role/r", {}),
+    "session_name": ("me", {}),
+    "external_id": ("x", {}),
+    "load_frequency": (60, {}),
+    "retry_strategy": (None, {}),
+}
+"""Every option of ``pyarrow.fs.S3FileSystem``: a value, and what s3fs gets for it."""
+
+
+def test_every_option_of_pyarrow_is_followed_or_refused() -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    from ckpttool.integrations.ray_train import s3_options
+
+    has = set(re.findall(r"[(, ](\w+)(?:: \w+ )?=", fs.S3FileSystem.__doc__.splitlines()[0])) - {"max_attempts"}
+    assert has >= {"role_arn", "default_metadata"}
+    assert has <= set(OF_PYARROW)
+    plain = s3_options(fs.S3FileSystem(region="r").__reduce__()[1][0])
+    for name, (value, expected) in OF_PYARROW.items():
+        if name == "retry_strategy" or name not in has:
+            continue
+        given: dict[str, Any] = {"region": "r", name: value}
+        given |= {"secret_key": "s"} if name == "access_key" else {"access_key": "k"} if name == "secret_key" else {}
+        given |= {"access_key": "k", "secret_key": "s"} if name == "session_token" else {}
+        given |= {"role_arn": "arn"} if name in {"session_name", "external_id"} else {}
+        opened = fs.S3FileSystem(**given).__reduce__()[1][0]
+        if "role_arn" in given:
+            with pytest.raises(
+                PlanError, match=r"the option role_arn of pyarrow\.fs\.S3FileSystem, which s3fs does not"
+            ):
+                s3_options(opened)
+            continue
+        found = s3_options(opened)
+        for key, wanted in expected.items():
+            assert (found[key] if not isinstance(wanted, dict) else {k: found[key][k] for k in wanted}) == wanted, name
+        assert expected or found == plain, name
+    with pytest.raises(PlanError, match="the option newest"):
+        s3_options({"newest": True})
+
+
+def test_a_buckets_grants_and_metadata_are_on_every_object(s3: Bucket) -> None:
+    fs = pytest.importorskip("pyarrow.fs")
+    from ckpttool.integrations.ray_train import storage_of, url_of
+
+    bucket, endpoint = s3, s3.endpoint
+    native = fs.S3FileSystem(endpoint_override=endpoint, default_metadata={"Content-Type": "x/y", "ACL": "public-read"})
+    path = f"{bucket.url('run').removeprefix('s3://')}/file"
+    storage_of(native).put(url_of(native, path), b"data")
+    key = path.partition("/")[2]
+    found = bucket.boto.get_object(Bucket=path.partition("/")[0], Key=key)
+    assert (found["Body"].read(), found["ContentType"]) == (b"data", "x/y")
+    grants = bucket.boto.get_object_acl(Bucket=path.partition("/")[0], Key=key)["Grants"]
+    assert any("AllUsers" in grant["Grantee"].get("URI", "") for grant in grants)
 
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:

@@ -384,6 +384,7 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     first = files.model[0]
     step = first.fields.optional("global_steps", int) or 0
     facts = common_facts(first)
+    of_one_save = getattr(storage, "manifest", None) is not None  # the bytes read are compared with its checksums
     return Checkpoint(
         **facts,
         storage=storage.spec,
@@ -408,11 +409,12 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
         files=_with_stages(found, layers),
         notes=(
             *found.notes,
-            *_step_notes(files, whole.groups, step - facts["skipped_steps"]),
+            *(_step_notes(files, whole.groups, step, facts["skipped_steps"]) if not of_one_save else ()),
             *_group_notes(files, whole),
         ),
         remarks=(
             *([WEIGHTS_ALONE] if files.optimizer and _is_weights_alone(whole) else []),
+            *_steps_of_the_loop(whole.groups, step),
             *dict.fromkeys((*whole.remarks, *remarks)),
             *_removed_systems(facts["ds_config"]),
             *trusted_names(found.renamed),
@@ -626,22 +628,38 @@ def _check_same_names(slices: Sequence[ModelPart], what: str, names: Sequence[li
 # ------------------------------------------------------------------------------------------------------------ notes
 
 
-def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], expected: int) -> list[LayoutError]:
-    """Compare the optimizer's own count of steps with the engine's.
+def _step_notes(files: ZeroFiles, groups: Sequence[ParamGroup], step: int, skipped: int) -> list[LayoutError]:
+    """Compare the optimizer's own count of steps with the engine's, unless the engine counts none.
 
     DeepSpeed writes model states first: if a save is killed and its tag existed before (as with Lightning and
     Accelerate), it leaves new model states with old optimizer files.
     """
-    if zenflow(files.model[0]):  # ZenFlow counts micro steps
+    if zenflow(files.model[0]) or not step:  # ZenFlow counts micro steps
         return []
+    expected = step - skipped
     for i, group in enumerate(groups):
-        step = group.scalars.get("step")
+        taken = group.scalars.get("step")
         # Up to about 0.9, and at stage 0, DeepSpeed also counts the first step without gradients, an initialisation.
-        if files.optimizer and step is not None and step.value not in {expected, expected + 1}:
-            problem = f"group {i} took {step.value} steps, but the model states are of step {expected}"
-            hint = "two saves are mixed, unless training was resumed without the optimizer's states"
+        if files.optimizer and taken is not None and taken.value not in {expected, expected + 1}:
+            problem = f"group {i} took {taken.value} steps, but the model states are of step {expected}"
+            hint = (
+                "two saves are mixed, unless training was resumed without the optimizer's states, or the loop called "
+                "optimizer.step() and not engine.step()"
+            )
             return [LayoutError(files.optimizer[0].path, problem, hint)]
     return []
+
+
+def _steps_of_the_loop(groups: Sequence[ParamGroup], step: int) -> list[str]:
+    """Return a remark on an engine that counted no steps, while its optimizer took some.
+
+    Source: Ray 2.60, the script of "Get Started with DeepSpeed", which calls ``optimizer.step()``.
+    """
+    counts = [group.scalars["step"].value for group in groups if "step" in group.scalars]
+    if step or not counts or max(counts) <= 1:
+        return []
+    taken = int(max(counts))
+    return [f"the optimizer took {taken:,} steps, and the engine counted none: the loop does not call engine.step()"]
 
 
 def _removed_systems(config: Mapping[str, object]) -> list[str]:

@@ -20,7 +20,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.errors import ArgumentError, CkptError, ContainerError, PlanError
+from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.zero.module import ENGINE_KEYS
 from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
@@ -50,8 +50,8 @@ class CapturedFiles:
     """Files of the root: DeepSpeed's scripts."""
     failed: CkptError | None = None
     """Error of an incomplete capture; None if it is complete."""
-    scratch: str = ""
-    """Scratch directory with some of the files; "" without one."""
+    scratch: list[str] = field(default_factory=list)
+    """Scratch directories with some of the files."""
     unknown: dict[str, list[str]] = field(default_factory=dict)
     """By file: classes of its objects that a restore builds only with ``allow``."""
     memory: list[tuple[int, Payload]] = field(default_factory=list)
@@ -100,8 +100,19 @@ class CapturedFiles:
         """Release the files and the scratch directory."""
         self.files.clear()
         self.memory.clear()
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        for directory in self.scratch:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def merged(parts: Sequence[CapturedFiles]) -> CapturedFiles:
+    """Return the files of several engines as the files of one save."""
+    return CapturedFiles(
+        files=[file for part in parts for file in part.files],
+        root_files={name: data for part in parts for name, data in part.root_files.items()},
+        failed=next((part.failed for part in parts if part.failed is not None), None),
+        scratch=[directory for part in parts for directory in part.scratch],
+        memory=[held for part in parts for held in part.memory],
+    )
 
 
 def _hint(name: str, keys: Sequence[object] = ()) -> str:
@@ -230,17 +241,6 @@ def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
         del optimizer.checkpoint_event_epilogue
 
 
-def check_engine(engine: Any) -> None:
-    """Check that ``engine`` is a DeepSpeed engine.
-
-    Raises:
-        ArgumentError: It is not a DeepSpeed engine.
-    """
-    if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
-        problem = f"is a {type(engine).__name__}, not a DeepSpeed engine"
-        raise ArgumentError("engine", problem, "pass the engine that deepspeed.initialize returned")
-
-
 def known_engine(engine: Any) -> LiveEngine:
     """Inspect an engine that is to be saved.
 
@@ -267,6 +267,7 @@ def capture(
     exclude_frozen: bool,
     scratch_root: str | None,
     own_files: Mapping[str, Any] | None = None,
+    name: str = "",
 ) -> CapturedFiles:
     """Collect the files that this rank would save, without writing them; call it on every rank.
 
@@ -279,6 +280,7 @@ def capture(
         scratch_root: A directory on the checkpoints' disk, for swap files that DeepSpeed copies from NVMe; None for
             the system's temporary directory.
         own_files: Content of files of this rank beside DeepSpeed's, by name.
+        name: Name of one of several engines, whose files are in a subdirectory; "" for an engine alone.
     """
     nvme = bool(engine.zero_nvme_offload_optimizer())
     if nvme and scratch_root is not None:
@@ -289,19 +291,19 @@ def capture(
         memory.begin()
     capturing = _CapturingEngine(engine.checkpoint_engine, directory, memory)
     captured = capturing.captured
-    captured.scratch = scratch
+    captured.scratch = [scratch]
     try:
-        os.makedirs(directory)
+        os.makedirs(os.path.join(directory, name))
         with _checkpoint_engine_replaced(engine, capturing), _persistent_parameters_restored(engine.optimizer):
             engine.save_checkpoint(
                 scratch,
-                tag=tag,
+                tag=posixpath.join(tag, name) if name else tag,
                 client_state=dict(client_state),
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen,
             )
-            for name, content in (own_files or {}).items():
-                capturing.save(content, posixpath.join(directory, name))
+            for own, content in (own_files or {}).items():
+                capturing.save(content, posixpath.join(directory, name, own))
         if memory is not None:
             memory.settle()
     except BaseException as error:
@@ -324,7 +326,7 @@ def capture(
                 captured.root_files[entry.name] = file.read()
     captured.files += _swap_files(directory)
     if not nvme:
-        captured.scratch = ""
+        captured.scratch = []
         shutil.rmtree(scratch, ignore_errors=True)
     return captured
 

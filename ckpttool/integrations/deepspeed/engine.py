@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.model import Topology
 from ckpttool.model.batch import BatchSizes, equal_batch, fitting_numbers, saved_batch
 from ckpttool.targets.zero.match import LiveModel
@@ -214,12 +214,28 @@ def data_sampler(engine: Any) -> Any:
     return getattr(loader, "data_sampler", None) if learns else None
 
 
+def check_engine(engine: Any) -> None:
+    """Check that an object is an engine of ``deepspeed.initialize``.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    if hasattr(engine, "checkpoint_engine") and hasattr(engine, "save_checkpoint"):
+        return
+    kind = type(engine)
+    what = f"is of class {kind.__module__.partition('.')[0]}.{kind.__name__}".replace("builtins.", "")
+    hint = "pass the engine, the first value that deepspeed.initialize returns"
+    raise ArgumentError("engine", f"{what}, not a DeepSpeed engine of a training run", hint)
+
+
 def inspect_engine(engine: Any) -> LiveEngine:
     """Inspect an engine.
 
     Raises:
+        ArgumentError: It is not an engine.
         PlanError: The optimizer's wrapper is unknown, or this release of DeepSpeed has other attributes.
     """
+    check_engine(engine)
     require(engine, "engine", _ENGINE)
     optimizer = engine.optimizer
     wrapper, name = _wrapper_of(optimizer), type(optimizer).__name__

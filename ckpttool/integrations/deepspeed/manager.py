@@ -24,6 +24,7 @@ from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
 from ckpttool.formats import open_whole, opening_options
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, checkpoints_below
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
@@ -156,15 +157,17 @@ class CheckpointManager:
         self._grace = grace
         self._on_save = on_save
         self._ranks: Ranks | None = None
-        self._memory: HostMemory | None = None
+        self._memory: dict[str, HostMemory] = {}
         self._background = Background()
         self._group: Any = None
         self._warned = False
-        self._checked: weakref.ref[Any] | None = None
+        self._checked: dict[str, weakref.ref[Any]] = {}
         self.committed: tuple[str, int] | None = None
         """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
         """Report of the last ``restore``."""
+        self.restored_path = ""
+        """Path or URL of that checkpoint."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -196,7 +199,8 @@ class CheckpointManager:
         """Save the engine's state, on every rank at the same step.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
+                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
                 between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
                 the first rank's counts.
@@ -249,43 +253,50 @@ class CheckpointManager:
         by path relative to the root; other arguments are as for ``save``.
         """
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.capture import capture, check_engine, groups_without_zero, known_engine
-        from ckpttool.integrations.deepspeed.engine import engine_batch, whole_layers
+        from ckpttool.integrations.deepspeed.capture import capture, groups_without_zero, known_engine, merged
+        from ckpttool.integrations.deepspeed.engine import check_engine, engine_batch, whole_layers
         from ckpttool.integrations.deepspeed.rank_states import rank_state_file
         from ckpttool.integrations.deepspeed.states import optimizer_identity
 
         requests: list[Request] = []
-        inspected: list[LiveEngine] = []
+        inspected: dict[str, LiveEngine] = {}
         own_files: dict[str, Any] = {}
+        engines = engines_by_name(engine)
+        first, *_ = engines.values()
 
         def check() -> None:
-            check_engine(engine)
-            with whole_layers(engine):
-                live = known_engine(engine)
-            inspected.append(live)
+            facts: dict[str, dict[str, Any]] = {}
+            for name, one in engines.items():
+                check_engine(one)
+                with whole_layers(one):
+                    live = inspected[name] = known_engine(one)
+                check_client_state(client_state, one)
+                if rank_state is not None and one is first:
+                    own_files.update(rank_state_file(live.topology, ranks, rank_state))
+                facts[name] = {
+                    "step": int(one.global_steps),
+                    "stage": int(one.zero_optimization_stage()),
+                    "groups": groups_without_zero(live),
+                    "optimizer": optimizer_identity(live),
+                    "batch": engine_batch(one).to_config(),
+                }
             requests.append(
                 Request(
-                    tag=checked_tag(f"global_step{int(engine.global_steps)}" if tag is None else tag),
-                    step=int(engine.global_steps),
-                    stage=int(engine.zero_optimization_stage()),
+                    tag=checked_tag(f"global_step{int(first.global_steps)}" if tag is None else tag),
+                    **next(iter(facts.values())),
                     metrics=checked_metrics(metrics),
                     versions=versions(),
                     overwrite=overwrite,
-                    groups=groups_without_zero(live),
-                    optimizer=optimizer_identity(live),
-                    batch=engine_batch(engine).to_config(),
-                    provenance=current_provenance(engine) if self._provenance and ranks.rank == 0 else {},
+                    engines={} if "" in facts else facts,
+                    provenance=current_provenance(first) if self._provenance and ranks.rank == 0 else {},
                     latest=save_latest,
                     before=before,
                     root_files=root_files or {},
                 )
             )
-            check_client_state(client_state, engine)
-            if rank_state is not None:
-                own_files.update(rank_state_file(live.topology, ranks, rank_state))
 
         ranks = self._agreeing_ranks()
-        validation = tag_validation(engine)
+        validation = tag_validation(first)
         one_tag = tag if validation == "FAIL" else None  # else the first rank's counts
         asked = {
             "root": root,
@@ -295,7 +306,8 @@ class CheckpointManager:
             "exclude_frozen_parameters": exclude_frozen,
             "save_latest": save_latest,
             "async_save": self.saves_in_background,
-            "step": getattr(engine, "global_steps", None),
+            "engines": [*engines],
+            "step": getattr(first, "global_steps", None),
             "rank_state": "missing" if rank_state is None else "given",
         }
         what = posixpath.join(root, str(one_tag)) if one_tag is not None else root
@@ -307,30 +319,39 @@ class CheckpointManager:
             if validation == "WARN":
                 LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
             request = replace(request, tag=first_tag)
-        self._warn_of_gradients(engine, ranks)
-        with whole_layers(engine):
-            captured = capture(
-                engine,
-                tag=request.tag,
-                client_state=client_state,
-                memory=self._host_memory(engine),
-                exclude_frozen=exclude_frozen,
-                scratch_root=self.root if self._storage is LOCAL else None,
-                own_files=own_files,
-            )
-            digests = _digests_of(
-                inspected[0],
-                captured,
-                ranks,
-                client_state,
-                rank_state,
-                exclude_frozen=exclude_frozen,
-                waits=not self.saves_in_background,
-            )
-            if self._checked is None or self._checked() is not engine:
-                self._check_restorable(
-                    engine, posixpath.join(root, request.tag), ranks, captured, strict=not exclude_frozen
-                )
+        parts: list[CapturedFiles] = []
+        digests: dict[str, SavedDigests | None] = {}
+        try:
+            for name, one in engines.items():
+                self._warn_of_gradients(one, ranks)
+                with whole_layers(one):
+                    parts.append(
+                        capture(
+                            one,
+                            tag=request.tag,
+                            client_state=client_state,
+                            memory=self._host_memory(name, one),
+                            exclude_frozen=exclude_frozen,
+                            scratch_root=self.root if self._storage is LOCAL else None,
+                            own_files=own_files if one is first else {},
+                            name=name,
+                        )
+                    )
+                    digests[name] = _digests_of(
+                        inspected[name],
+                        parts[-1],
+                        ranks,
+                        client_state,
+                        rank_state if one is first else None,
+                        exclude_frozen=exclude_frozen,
+                        waits=not self.saves_in_background,
+                    )
+                    directory = posixpath.join(root, request.tag)
+                    self._check_restorable(one, name, directory, ranks, parts[-1], strict=not exclude_frozen)
+        except BaseException:
+            merged(parts).release()
+            raise
+        captured = merged(parts)
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, digests, began, None)
             if report.error is not None:
@@ -378,7 +399,7 @@ class CheckpointManager:
         all bytes read are compared with the checksums before the engine changes.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with.
             tag: Load only this checkpoint.
             strict: As for ``ckpttool.load``.
             weights_only: As for ``ckpttool.load``.
@@ -390,7 +411,8 @@ class CheckpointManager:
             prove: As for ``ckpttool.load``.
 
         Returns:
-            The client state of the checkpoint; None without a checkpoint. ``restored`` has the report.
+            The client state of the checkpoint; None without a checkpoint. ``restored`` has the report; of several
+            engines, the report of the first.
 
         Raises:
             CkptError: There are checkpoints, but no restore succeeded; the same on every rank.
@@ -444,12 +466,13 @@ class CheckpointManager:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments."""
         from ckpttool.integrations.deepspeed.engine import inspect_engine
 
-        arguments |= options.agreed()
+        engines = engines_by_name(engine)
+        arguments |= {"engines": [*engines]} | options.agreed()
         found: list[str] = agree_to_begin(
             self._agreeing_ranks(),
             self.root,
             arguments,
-            lambda: _discard(inspect_engine(engine)),
+            lambda: _discard([inspect_engine(one) for one in engines.values()]),
             timeout=self._timeout,
             decide=search,
         )
@@ -464,23 +487,35 @@ class CheckpointManager:
         fall_back: bool,
         open_: Opener = open_whole,
     ) -> dict[str, Any] | None:
-        """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged."""
+        """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged.
+
+        ``restored_path`` gets its path. Of several engines, all get the same checkpoint.
+        """
         from ckpttool.integrations.deepspeed.load import restore_engine
         from ckpttool.integrations.deepspeed.load_plan import thin_error
         from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 
         self.restored = None
+        engines = engines_by_name(engine)
         ranks, storage = self._agreeing_ranks(), self.source
         first: CkptError | None = None
         thin = False
         for path in found:
             try:
-                checkpoint = open_together(path, storage, partial(open_, storage, path), ranks, timeout=self._timeout)
-                if checkpoint.thin and fall_back and not options.without_optimizer:
-                    first, thin = first or thin_error(checkpoint), True
+                opened = [
+                    open_together(
+                        path, storage, partial(_open_engine, open_, storage, path, name), ranks, timeout=self._timeout
+                    )
+                    for name in engines
+                ]
+                if opened[0].thin and fall_back and not options.without_optimizer:
+                    first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
-                report = restore_engine(engine, checkpoint, options, agree, ranks)
+                reports = [
+                    restore_engine(one, checkpoint, options, agree, ranks)
+                    for one, checkpoint in zip(engines.values(), opened, strict=True)
+                ]
             except (PlanError, LinkError, RankError, ProofError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
@@ -491,9 +526,9 @@ class CheckpointManager:
                 first = first or error
                 continue
             if not options.dry_run and ranks.rank == 0:
-                LOG.info("%s", report)
-            self.restored = report
-            return dict(report.client_state)
+                LOG.info("%s", "; ".join(map(str, reports)))
+            self.restored, self.restored_path = reports[0], path
+            return dict(reports[0].client_state)
         if first is not None:
             held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
             problem = f"holds {held}, and none can be restored; of the newest: {first.problem}"
@@ -528,7 +563,7 @@ class CheckpointManager:
         ranks: Ranks,
         request: Request,
         captured: CapturedFiles,
-        digests: SavedDigests | None,
+        digests: Mapping[str, SavedDigests | None],
         began: float,
         stall: float | None,
     ) -> SaveReport:
@@ -603,17 +638,15 @@ class CheckpointManager:
         return self._ranks
 
     def _check_restorable(
-        self, engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool
+        self, engine: Any, name: str, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool
     ) -> None:
         """Check the first save of an engine before anything is written."""
         from ckpttool.integrations.deepspeed.restorable import check_restorable
 
-        try:
-            check_restorable(engine, directory, ranks, captured, strict=strict, timeout=self._timeout)
-        except BaseException:
-            captured.release()
-            raise
-        self._checked = weakref.ref(engine)
+        checked = self._checked.get(name)
+        if checked is None or checked() is not engine:
+            check_restorable(engine, directory, ranks, captured, name=name, strict=strict, timeout=self._timeout)
+            self._checked[name] = weakref.ref(engine)
 
     def _warn_of_gradients(self, engine: Any, ranks: Ranks) -> None:
         """Warn once of a save between two micro batches: gradients are in no checkpoint."""
@@ -628,14 +661,14 @@ class CheckpointManager:
                 "save after a step of the optimizer"
             )
 
-    def _host_memory(self, engine: Any) -> HostMemory | None:
+    def _host_memory(self, name: str, engine: Any) -> HostMemory | None:
         """Return buffers for a copy of the state; None if it can be written directly from host memory."""
         on_device = engine.device.type != "cpu"
-        if self._memory is None and (self.saves_in_background or on_device):
+        if name not in self._memory and (self.saves_in_background or on_device):
             from ckpttool.integrations.deepspeed.host_memory import HostMemory
 
-            self._memory = HostMemory(pinned=on_device)
-        return self._memory
+            self._memory[name] = HostMemory(pinned=on_device)
+        return self._memory.get(name)
 
 
 def _skip_meeting() -> None:
@@ -677,24 +710,65 @@ class _Digesting:
     """Computes digests in a thread of its own, while another one writes the files.
 
     Args:
-        digests: The digests; None without.
+        digests: The digests of each engine by its name; None without.
     """
 
-    def __init__(self, digests: SavedDigests | None) -> None:
-        self._found: dict[str, str] | None = None
+    def __init__(self, digests: Mapping[str, SavedDigests | None]) -> None:
+        self._found: dict[str, dict[str, str] | None] = {}
         self._thread = threading.Thread(target=self._run, args=(digests,), name="ckpttool-digest", daemon=True)
         self._thread.start()
 
-    def _run(self, digests: SavedDigests | None) -> None:
-        try:
-            self._found = None if digests is None else digests.compute().to_json()
-        except Exception:
-            LOG.exception("no digests of the state are recorded")
+    def _run(self, digests: Mapping[str, SavedDigests | None]) -> None:
+        for name, own in digests.items():
+            self._found[name] = None
+            try:
+                self._found[name] = None if own is None else own.compute().to_json()
+            except Exception:
+                LOG.exception("no digests of the state are recorded")
 
-    def result(self) -> dict[str, str] | None:
-        """Wait for the digests as JSON data; None without, or if they failed."""
+    def result(self) -> dict[str, Any] | None:
+        """Wait for the digests as JSON data, of several engines by name; None without, or if they failed."""
         self._thread.join()
-        return self._found
+        return next(iter(self._found.values())) if "" in self._found else self._found
+
+
+def engines_by_name(engine: Any) -> dict[str, Any]:
+    """Return engines by name; "" is the name of an engine that is alone.
+
+    Raises:
+        ArgumentError: A name cannot name a directory, or the mapping is empty.
+    """
+    if not isinstance(engine, Mapping):
+        return {"": engine}
+    for name in engine:
+        if not isinstance(name, str) or "/" in name or checked_tag(name) != name:
+            problem = f"has the name {brief(name)}, which cannot name a directory"
+            raise ArgumentError("engine", problem, "use letters and digits")
+    if not engine:
+        raise ArgumentError("engine", "is an empty mapping", 'pass engines by name, such as {"policy": engine}')
+    return dict(engine)
+
+
+def _open_engine(open_: Opener, storage: Storage, path: str, name: str) -> Checkpoint:
+    """Open a checkpoint, or the checkpoint of one of its engines.
+
+    Raises:
+        PlanError: It was saved of several engines and one is wanted, or the other way round.
+        CkptError: It cannot be opened.
+    """
+    try:
+        names = [posixpath.basename(one) for one in checkpoints_below(storage, path)] if name else []
+        if name and name not in names:
+            held = f"of the engines {', '.join(names)}" if names else "of one engine, saved alone"
+            hint = "pass the engines by the names that they were saved with, or an engine alone"
+            raise PlanError(path, f"is a checkpoint {held}, and {brief(name)} is not one of them", hint)
+        return open_(storage, posixpath.join(path, name) if name else path)
+    except (SeveralModelsError, NoCheckpointError) as error:
+        if name or not error.directories:
+            raise
+        names = [posixpath.basename(one) for one in error.directories]
+        hint = f"pass the engines by name: {{{', '.join(f'{name!r}: ...' for name in names)}}}"
+        raise PlanError(path, f"contains the checkpoints of several engines: {', '.join(names)}", hint) from error
 
 
 def _discard(value: object) -> None:

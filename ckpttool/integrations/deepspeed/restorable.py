@@ -45,7 +45,7 @@ Structure = tuple[str, int, list[tuple[int, bytes]]]
 
 
 def check_restorable(
-    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool, timeout: float
+    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, name: str, strict: bool, timeout: float
 ) -> None:
     """Check that captured files can be restored into the engine; call it on every rank.
 
@@ -53,6 +53,7 @@ def check_restorable(
         engine: The engine that they are of.
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
+        name: Name of one of several engines; "" for one alone.
         captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
         strict: Whether all parameters of the model must be there.
         timeout: Seconds that a rank may lag.
@@ -84,7 +85,7 @@ def check_restorable(
                 for found in filter(None, problems):
                     raise PlanError(path, found, "")
                 _write_sparse([file for files in everyone for file in files], path)
-                checkpoint = open_checkpoint(path, storage=LOCAL)
+                checkpoint = open_checkpoint(posixpath.join(path, name) if name else path, storage=LOCAL)
                 # Objects in these two are built with ``allow``, which a restore may add.
                 checkpoint = replace(checkpoint, client_state={}, scheduler=None)
                 prepare(live, checkpoint, LoadOptions(strict=strict, dry_run=True, structure_only=True))

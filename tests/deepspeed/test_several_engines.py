@@ -1,0 +1,152 @@
+"""Engines of one worker that are saved, removed and restored together, by name."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.storage import MANIFEST
+from tests.deepspeed.engines import build, refusal
+from tests.forked import on_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+
+def _engines(stages: tuple[int, int], steps: int = 0) -> dict[str, Any]:
+    """Two engines of one architecture, which take different steps: named so that one name is also a folder of verl."""
+    engines = {
+        "policy": build(stages[0], "bf16", "one", "adamw", 1),
+        "critic": build(stages[1], "bf16", "one", "adamw", 2),
+    }
+    for sign, engine in enumerate(engines.values()):
+        for _ in range(steps + sign if steps else 0):
+            loss = engine(torch.ones(2, 6, dtype=torch.bfloat16)).float().mean() * (1 - 2 * sign)
+            engine.backward(loss)
+            engine.step()
+    return engines
+
+
+def _digests(engines: dict[str, Any]) -> list[str]:
+    found = [ckpttool.live_digest(engine).to_json()["tensors"] for engine in engines.values()]
+    return [str({state: own[state] for state in ("weights", "exp_avg", "exp_avg_sq")}) for own in found]
+
+
+@on_ranks(2)
+def _save(root: str, *, background: bool) -> list[str]:
+    engines = _engines((2, 0), steps=2)
+    rank = torch.distributed.get_rank()
+    with ckpttool.CheckpointManager(root, async_save=background, keep_last=1) as manager:
+        manager.save(engines, client_state={"epoch": 1})
+        engines["policy"].global_steps += 1
+        manager.save(engines, client_state={"epoch": 2}, rank_state=rank)
+    if rank == 0:
+        for name in engines:  # the documented way
+            (Path(root).parent / "documented" / name).mkdir(parents=True)
+    torch.distributed.barrier()
+    for name, engine in engines.items():
+        engine.save_checkpoint(str(Path(root).parent / "documented" / name))
+    return _digests(engines)
+
+
+def _restored(root: str) -> dict[str, Any]:
+    engines = _engines((3, 1))
+    manager = ckpttool.CheckpointManager(root)
+    documented = str(Path(root).parent / "documented")
+    found: dict[str, Any] = {
+        "alone": refusal(lambda: manager.restore(engines["policy"])),
+        "unknown": refusal(lambda: manager.restore({"policy": engines["policy"], "other": engines["critic"]})),
+        "state": manager.restore(engines, prove=True, require_committed=True),
+        "digests": _digests(engines),
+    }
+    assert manager.restored is not None
+    found["rank states"] = list(manager.restored.rank_states)
+    swapped = {"policy": engines["critic"], "critic": engines["policy"]}
+    manager.restore(swapped)
+    found["swapped"] = _digests(swapped)
+    manager.restore({"critic": engines["critic"]})
+    found["one by name"] = _digests({"critic": engines["critic"]})
+    for name, engine in engines.items():
+        ckpttool.load(engine, Path(documented) / name)
+    found["documented"] = _digests(engines)
+    manager.save({"policy": engines["policy"]}, tag="single")
+    found["not together"] = refusal(lambda: ckpttool.CheckpointManager(root).restore(engines, tag="single"))
+    return found
+
+
+@on_ranks(1)
+def _on_one(root: str) -> dict[str, Any]:
+    return _restored(root)
+
+
+@on_ranks(3)
+def _on_three(root: str) -> dict[str, Any]:
+    return _restored(root)
+
+
+@pytest.mark.parametrize(("background", "resume"), [(False, _on_one), (True, _on_three)], ids=["to 1", "to 3"])
+def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saved = _save(str(root), background=background)
+    assert saved[0] == saved[1]
+    assert saved[0][0] != saved[0][1]
+    (directory,) = [path.parent for path in root.rglob(MANIFEST)]  # the one before was removed as a whole
+    assert sorted(path.name for path in directory.iterdir()) == [MANIFEST, "critic", "policy"]
+    (entry,) = ckpttool.ls(root).entries
+    assert (entry.whole, entry.latest, entry.step, entry.problem) == (True, True, 3, None)
+    assert all(d.keep for d in ckpttool.prune(root, keep_last=1))
+    for name in ("policy", "critic"):
+        assert ckpttool.verify(directory / name, deep=True).findings == ()
+        assert ckpttool.inspect(directory / name).topology.world_size == 2
+    with pytest.raises(ckpttool.CkptError, match="has the checkpoints of critic and policy; pass one of them"):
+        ckpttool.inspect(root)
+    for found in resume(str(root)):
+        assert found["state"] == {"epoch": 2}
+        assert found["rank states"] == [0, 1]
+        assert found["digests"] == found["swapped"] == saved[0]
+        assert found["one by name"] == saved[0][1:]
+        assert "several engines: critic, policy; pass the engines by name" in found["alone"]
+        assert "is a checkpoint of the engines critic, policy, and 'other' is not one of them" in found["unknown"]
+        assert "'critic' is not one of them" in found["not together"]
+        assert found["documented"][1] == saved[0][1]
+
+
+def test_a_lost_file_of_one_engine_makes_the_checkpoint_torn(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    _save(str(root), background=False)
+    (directory,) = [path.parent for path in root.rglob(MANIFEST)]
+    shutil.rmtree(directory / "critic")
+    (entry,) = ckpttool.ls(root).entries
+    assert not entry.whole
+    assert "critic/" in str(entry.problem)
+
+
+@on_ranks(1)
+def _refused() -> list[str]:
+    import deepspeed
+
+    module = torch.nn.Linear(2, 2)
+    manager = ckpttool.CheckpointManager("unused")
+    inference = deepspeed.init_inference(module, dtype=torch.float32)
+    wrong = [module, inference, None, (module, None), {"policy": module}]
+    told = [refusal(partial(manager.save, one)) for one in wrong]
+    told += [refusal(partial(manager.restore, one)) for one in wrong]
+    told += [refusal(partial(ckpttool.load, one, "unused")) for one in wrong[:-1]]
+    named = build(1, "bf16", "one", "adamw")
+    told += [refusal(partial(manager.save, {name: named})) for name in ("", "a/b", "..", ".a", 1)]
+    return [*told, refusal(partial(manager.save, {}))]
+
+
+def test_what_is_not_an_engine_is_named() -> None:
+    (told,) = _refused()
+    kinds = ["torch.Linear", "deepspeed.InferenceEngine", "NoneType", "tuple", "torch.Linear"]
+    expected = [f"engine: is of class {kind}, not a DeepSpeed engine of a training run; pass" for kind in kinds]
+    for text, start in zip(told, [*expected, *expected, *expected[:-1]], strict=False):
+        assert text.startswith(start)
+    assert all(text for text in told[14:])
+    assert "is an empty mapping" in told[-1]
