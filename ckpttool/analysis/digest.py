@@ -151,8 +151,10 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
                     numbers.setdefault(c.key, {})[c.name] = float(values[0])
     for group in checkpoint.groups:
         for name in group.parameters:
-            for key, scalar in group.scalars.items():
-                shape = parameters[name].shape if name in parameters else None
+            parameter = parameters.get(name)
+            shape = None if parameter is None else parameter.shape
+            own = group.scalars if parameter is None else checkpoint.numbers(parameter)
+            for key, scalar in own.items():
                 if key == "step" or scalar.dtype is None or scalar.shape != shape:
                     numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
                 elif rank == 0:  # of a parameter of one element, where a number looks like a state of its shape

@@ -210,9 +210,7 @@ def _states(
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:
             yield _tensor(builder, path(key), state, state.dtype)
-    if parameter.group is None or not 0 <= parameter.group < len(checkpoint.groups):
-        return
-    for key, scalar in checkpoint.groups[parameter.group].scalars.items():
+    for key, scalar in checkpoint.numbers(parameter).items():
         if key in parameter.states and key != STEP:
             continue
         yield _scalar_entry(builder, path(key), scalar.value, scalar.dtype or "F32", scalar.shape)

@@ -165,8 +165,7 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
 
 
 def _states(checkpoint: Checkpoint, parameter: Parameter, file: _RankFile) -> Iterator[tuple[str, Any]]:
-    scalars = checkpoint.groups[parameter.group or 0].scalars
-    for key, scalar in scalars.items():
+    for key, scalar in checkpoint.numbers(parameter).items():
         if key not in parameter.states:
             yield key, file.torch.number(scalar.value, scalar.dtype or "F32", scalar.shape)
     for key, state in parameter.states.items():

@@ -23,7 +23,7 @@ from ckpttool.storage import connect
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
-from ckpttool.targets.zero.match import Fitted, fit, listed, nonpartitionable_error
+from ckpttool.targets.zero.match import Fitted, check_partitionable, fit, listed
 from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ def _prepare_planned(
     live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions, why_not: str
 ) -> PlannedState:
     """Read the state of this rank for an engine of another layout, if all of it can be partitioned again."""
-    if checkpoint.nonpartitionable and not options.without_optimizer:
-        raise nonpartitionable_error(checkpoint)
+    if not options.without_optimizer:
+        check_partitionable(checkpoint)
     if live.stage == 0 and not options.without_optimizer and live.model is not None:
         if live.engine.has_moe_layers:
             problem = f"{why_not}, and the engine has experts but no ZeRO stage"
@@ -246,7 +246,8 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     # can store are restored there. Names and shapes are compared nevertheless.
     same = _same_kind(live, checkpoint) and live.topology == checkpoint.topology
     if same or options.without_optimizer:
-        checkpoint = replace(checkpoint, nonpartitionable=())
+        parameters = tuple(replace(p, numbers={}) for p in checkpoint.parameters)
+        checkpoint = replace(checkpoint, nonpartitionable=(), parameters=parameters)
     if not live.engine.has_moe_layers:
         return fit(checkpoint, model, strict=options.strict, weights_only=options.without_optimizer or not live.stage)
     # Each rank names its experts by local indexes.

@@ -78,8 +78,9 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
     else:
         lacking, surplus = needed - known, saved - held
-        numbers = {key for group in checkpoint.groups for key in group.scalars} - {STEP}
-        if any(group.scalars for group in checkpoint.groups):  # without scalars this is unknown
+        numbers = {key for p in checkpoint.parameters for key in checkpoint.numbers(p)}
+        if numbers:  # without any this is unknown
+            numbers -= {STEP}
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
     if (lacking or surplus) and not _same_options(live, checkpoint):
