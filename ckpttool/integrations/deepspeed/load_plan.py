@@ -17,6 +17,7 @@ from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_nati
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
+from ckpttool.model.names import with_names_of
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
 from ckpttool.storage import connect
@@ -56,6 +57,8 @@ def prepare(
     if not options.without_optimizer and live.optimizer is not None and not has_optimizer(live.optimizer):
         problem = "cannot be resumed from: the engine has no optimizer"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
+    if live.model is not None:
+        checkpoint = with_names_of(checkpoint, {*live.model.shapes, *live.model.buffers, *live.model.aliases})
     _check_module(live, checkpoint, strict=options.strict)
     if options.without_optimizer:
         bare = replace(checkpoint, client_state={}, scheduler=None)
@@ -206,6 +209,8 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
         return "the optimizer's states are left out"
     if not _same_kind(live, checkpoint):
         return "differs from the engine in stage, dtype or format"
+    if checkpoint.renamed:
+        return "has the engine's parameters under other names"
     differs: object = fitted.missing or fitted.unexpected
     if not live.stage and live.model is not None:  # untrained parameters may differ
         differs = {*fitted.missing}.intersection(*live.model.groups)

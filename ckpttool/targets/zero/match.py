@@ -125,6 +125,10 @@ class _Matcher:
             for n, live_name in self.live.aliases.items()
             if n in self.sources and n not in self.used
         ]
+        if self.sources and self.live.shapes and not self.used:
+            there, here = next(iter(self.sources)), next(iter(self.live.shapes))
+            problem = f"has no parameter of the model: it has {there}, the model {here}"
+            raise PlanError(self.checkpoint.location, problem, "build the saved model, or rename with consolidate")
         if strict:
             self._check_none("lacks", "of the model", self.missing, "and they keep the model's values")
             self._check_none("holds", "that the model lacks", unexpected, "and they are left out")
