@@ -434,6 +434,8 @@ class Checkpoint:
     """Why the optimizer's states in the files are not read; "" if they are read, or there are none."""
     beside: frozenset[str] = frozenset()
     """Tensors among the parameters and buffers that are saved beside the model's state dict."""
+    renamed: bool = False
+    """Whether parameters have other names in the files, which differ by the wrappers of modules alone."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
@@ -489,7 +491,8 @@ class Checkpoint:
     @property
     def of_one_layout(self) -> tuple[str, ...]:
         """States that files of other ranks or stages cannot store: the non-partitionable ones, and numbers that differ
-        among the parameters of a group."""
+        among the parameters of a group.
+        """
         uneven = {(p.group or 0, key) for p in self.parameters for key in p.numbers}
         return (
             *self.nonpartitionable,

@@ -119,9 +119,8 @@ def read_partitions(
         part = _read_optimizer(file, candidates, own, module, (), report)
         renamed = global_names(part.states, rank)
         groups = (replace(g, parameters=tuple(renamed.get(n, n) for n in g.parameters)) for g in part.groups)
-        states, numbers = (
-            {renamed.get(name, name): own for name, own in found.items()} for found in (part.states, part.numbers)
-        )
+        states = {renamed.get(name, name): own for name, own in part.states.items()}
+        numbers = {renamed.get(name, name): held for name, held in part.numbers.items()}
         parts.append(part._replace(states=states, numbers=numbers, groups=tuple(groups)))
     return _merge_expert_ranks(parts)
 
