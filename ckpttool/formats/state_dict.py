@@ -232,6 +232,7 @@ def _groups(
     for number in sorted(listed, key=lambda n: (len(n), n)):
         options = dict(listed[number])
         names = options.pop("params", None)
+        options.pop("param_names", None)  # of an optimizer made from named_parameters()
         if not isinstance(names, list) or not all(isinstance(n, str) and n in weights for n in names):
             return [], {}, {}
         if len({*names, *group_of}) < len(names) + len(group_of):

@@ -15,6 +15,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
+from ckpttool.formats.rank_files import in_order
 from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, tensor_problem
 from ckpttool.messages import brief
 from ckpttool.model.names import with_names_of
@@ -189,9 +190,11 @@ def prove_state(
     state, failed = _attempted(subject)
     if state is not None:
         checkpoint = with_names_of(checkpoint, {*(piece.name for piece in state.pieces), *state.aliases})
+        read, failed = _attempted(partial(in_order, checkpoint, [*state.group_of]))
+        checkpoint = read or checkpoint
 
     def own() -> dict[str, Any]:
-        if state is None:
+        if state is None or failed is not None:
             raise failed or LayoutError(path, "has no live state", "this is a bug in ckpttool")
         saved = None if recorded else state_digest(checkpoint, (ranks.rank, ranks.size)).to_json()
         return {"live": state.digest().to_json(), "saved": saved}

@@ -188,7 +188,8 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
         options = group_options(checkpoint, g)
         listed = list(group.listed or group.parameters)
         if not names.flat:
-            options["params"] = listed
+            # An optimizer made from named_parameters() asks for the names; others leave them out.
+            options |= {"params": listed, "param_names": listed}
         for name in listed if names.flat else ("",):
             for key, value in options.items():
                 path: Path = (names.optimizer, "param_groups", g, key)
