@@ -12,7 +12,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
-from ckpttool.model.rank_digest import contradiction, merge, of_group, on_ranks
+from ckpttool.model.rank_digest import contradictions, merge, of_group, on_ranks
 from ckpttool.model.state_digest import (
     GATHERED,
     NOT_COMPARED,
@@ -251,13 +251,14 @@ def _compare_tensors(
 ) -> None:
     """Compare the type, the shape and the digest of every saved tensor."""
     cast: list[str] = []
+    told = {(one.key, one.name) for one in result.mismatches}  # contradictions of the ranks, with their numbers
     for key, tensors in saved.items():
         there = live.get(key, {})
         for name, one in tensors.items():
             problem = tensor_problem(one, there.get(name))
             if problem == OTHER_TYPE and scope.casts:
                 cast.append(f"{name} ({one.dtype}, now {there[name].dtype})")
-            elif problem:
+            elif problem and (key, name) not in told:
                 types = f": it is {there[name].dtype}, and was {one.dtype}" if problem == OTHER_TYPE else ""
                 result.mismatches.append(Mismatch(key, name, f"{problem}{types}"))
     if cast:
@@ -320,7 +321,7 @@ def _compare_facts(
                 is_now = f"is missing{on}" if own is None else f"is {short(own)}{on}"
                 result.mismatches.append(Mismatch(*item, f"{is_now}, but was saved as {short(text)}"))
     compared = {live.first_name(item) for item in saved}
-    result.mismatches += [contradiction(item, found) for item, found in apart.items() if item not in compared]
+    result.mismatches += contradictions({item: found for item, found in apart.items() if item not in compared})
     if unknown:
         result.notes.append(f"{', '.join(unknown)}: objects whose values cannot be compared")
     if older:
@@ -476,12 +477,14 @@ def _optimizer(saved: StateDigest, live: _Live, scope: Scope, result: Comparison
     if "groups" in scope.without and groups:
         result.notes.append("hyper-parameters, which were not restored")
         groups = {}
-    apart = {name.removeprefix(of_group("")) for _, name in live.apart if name.startswith(of_group(""))}
+    apart: dict[str, dict[str, Any]] = {}
+    for (key, owner), found in live.apart.items():
+        apart.setdefault(owner, {})[key] = found
     firsts: dict[tuple[int, int, str], str] = {}
     for name, group in groups.items():
-        if name in live.all.group_of:
-            bare = live.aliases.get(name, name)
-            firsts.setdefault((group, live.all.group_of[name], bare if bare in apart else ""), name)
+        if name in live.all.group_of:  # once for all parameters that have the same on all ranks
+            odd = apart.get(of_group(live.aliases.get(name, name)), {})
+            firsts.setdefault((group, live.all.group_of[name], repr(odd) if odd else ""), name)
     pairs = {(group, other) for group, other, _ in firsts}
     result.notes += _one_sided_options(saved.groups, live.all.groups, pairs, scope)
     options = {

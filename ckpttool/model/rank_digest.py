@@ -153,7 +153,7 @@ class Merged(NamedTuple):
     def contradictions(self) -> list[Mismatch]:
         """All differences between ranks that should have one state."""
         allowed = {*self.unproven, *(self.state.differing or ())}
-        apart = (contradiction(item, found) for item, found in self.apart.items() if item[0] not in allowed)
+        apart = contradictions({item: found for item, found in self.apart.items() if item[0] not in allowed})
         return [*self.mismatches, *apart]
 
 
@@ -174,11 +174,16 @@ def on_ranks(ranks: Sequence[int]) -> str:
     return f" on rank{'s' * (len(ranks) > 1)} {listed}"
 
 
-def contradiction(item: Item, found: Mapping[str | None, Sequence[int]]) -> Mismatch:
-    """Return the difference between ranks in one item."""
-    first, *others = sorted(found.items(), key=lambda one: one[1][0])
-    texts = [f"{'missing' if text is None else short(text)}{on_ranks(ranks)}" for text, ranks in (*others, first)]
-    return Mismatch(*item, f"is {', but '.join(texts)}")
+def contradictions(apart: Apart) -> list[Mismatch]:
+    """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
+    result: dict[tuple[str, str, str], Mismatch] = {}
+    for (key, owner), found in apart.items():
+        first, *others = sorted(found.items(), key=lambda one: one[1][0])
+        texts = [f"{'missing' if text is None else short(text)}{on_ranks(ranks)}" for text, ranks in (*others, first)]
+        problem = f"is {', but '.join(texts)}"
+        once = "" if owner.startswith(of_group("")) else owner
+        result.setdefault((key, once, problem), Mismatch(key, owner, problem))
+    return list(result.values())
 
 
 def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
@@ -202,14 +207,10 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     apart |= texts
     if partitioned:
         unproven |= {key: OF_PARTITIONS for (key, _), found in texts.items() if key != STEP and None not in found}
-    seen: set[str] = set()
     in_groups = _apart(ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda name: holders.get(name, ()))
     for name, options in in_groups.items():
         by_key = _by_key(options)
-        same = repr(by_key)
-        if same not in seen:  # once for all parameters of a group
-            seen.add(same)
-            apart |= {(key, of_group(name)): found for key, found in by_key.items()}
+        apart |= {(key, of_group(name)): found for key, found in by_key.items()}
         if partitioned and None not in options:
             unproven |= dict.fromkeys(by_key, "it is a hyper-parameter of each partition")
     values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
@@ -370,11 +371,13 @@ def _merge_parts(
     of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
     places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
     weights: dict[str, int] = {}
+    retyped: set[str] = set()
     for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
         if part.name in tensors.setdefault(part.key, {}):
             where = on_ranks(sorted({*rank[of_tensor[number]].tolist()}))
             mismatches.append(Mismatch(part.key, part.name, f"has another type or shape{where}"))
+            retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
             mismatches.append(Mismatch(part.key, part.name, problem))
@@ -383,7 +386,7 @@ def _merge_parts(
         if part.key in {WEIGHTS, MODULE} and (part.name not in weights or parts[weights[part.name]].key != WEIGHTS):
             weights[part.name] = number
     for number, part in enumerate(parts if whole else ()):
-        if part.key in {WEIGHTS, MODULE, GATHERED} or part.name not in weights:
+        if part.key in {WEIGHTS, MODULE, GATHERED} or part.name in retyped or part.name not in weights:
             continue
         there, of_weights = (places[of_tensor[n]] for n in (number, weights[part.name]))
         if part.shape == parts[weights[part.name]].shape:
