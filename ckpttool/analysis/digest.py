@@ -232,11 +232,20 @@ HINT = "a disk or memory may be failing: try again, and report it if it happens 
 
 
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
-    """Check that source and output have the same digest; returns the digest of the weights.
+    """Check that source and output have the same digest, and the same numbers of each parameter, such as steps.
+
+    Returns:
+        The digest of the weights.
 
     Raises:
         LayoutError: They differ.
     """
+    own, there = ({p.name: c.numbers(p) for p in c.parameters} for c in (source, written))
+    for name, numbers in own.items():
+        for key, number in there.get(name, {}).items():
+            if key in numbers and canonical(number.value) != canonical(numbers[key].value):
+                problem = f"has {key} {number.value} of {name}, but the source has {numbers[key].value}"
+                raise LayoutError(directory, problem, HINT)
     expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
     if expected != found:
         problem = f"has the digests {found.weights} and {found.optimizer} of weights and optimizer, but the source has "
