@@ -51,7 +51,7 @@ class Scope:
     without_states_of: frozenset[str] = frozenset()
     """Parameters whose optimizer states were not."""
     casts: bool = False
-    """True if the load converts types: equal values of another type are named, and are no mismatch."""
+    """True if the load converts types: equal values of another type are named, not refused."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,7 +120,6 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         scope: The restored part.
     """
     live = _Live(ranks)
-    result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in live.unproven.items()])
     recorded = checkpoint.digests is not None
     with_values = not scope.weights_only and (live.trains or bool(live.own.values))
     weights_only = scope.weights_only or scope.without_optimizer or not live.trains
@@ -213,7 +212,7 @@ def _with_buffers(
 ) -> Mapping[str, Mapping[str, TensorDigest]]:
     """Return the live tensors, in which a buffer that may differ between ranks has the saved value if a rank has it.
 
-    Ranks may have their own statistics, of which a save keeps the first rank's. A buffer that was the same on all ranks
+    Ranks may have their own statistics, and a save keeps the first rank's. A buffer that was the same on all ranks
     at the save must be so now.
     """
     weights = tensors.get(WEIGHTS, {})
@@ -266,7 +265,7 @@ def _compare_tensors(
 
 
 OTHER_TYPE = "has another type than was saved, with equal values"
-"""The problem of a tensor of which only the type differs."""
+"""The problem of a tensor whose values are equal."""
 
 
 def tensor_problem(saved: TensorDigest, live: TensorDigest | None) -> str:

@@ -261,7 +261,7 @@ class ParamGroup:
 def split_numbers(
     numbers: Mapping[str, Mapping[str, ScalarState]], keys: Mapping[str, Collection[str]]
 ) -> tuple[dict[str, ScalarState], dict[str, dict[str, ScalarState]]]:
-    """Split the numbers of a group's parameters: those that all share, and those of each parameter.
+    """Split the numbers of a group's parameters into shared numbers and numbers of each parameter.
 
     Args:
         numbers: By parameter and name of the number.

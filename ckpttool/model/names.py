@@ -1,4 +1,4 @@
-"""Match the names of a checkpoint with those of a model that wraps its modules otherwise."""
+"""Match the names of a checkpoint with a model that wraps its modules otherwise."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ Options = tuple[tuple[str, str], ...]
 
 
 def _is_client(name: str) -> bool:
-    """Return whether a value is the user's, of which a save keeps the first rank's."""
+    """Return whether a value is the user's: a save keeps the first rank's."""
     return name.partition(".")[0].partition("[")[0] == CLIENT_STATE
 
 
@@ -404,7 +404,7 @@ def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[in
 
 
 def _other_rows(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> str:
-    """Return how the parts of a state differ from those of the weights: rank, place and elements of each."""
+    """Return how the parts of a state differ from the parts of the weights: rank, place and elements of each."""
     if lacking := _lacking(own, of_weights):
         return f"is missing{on_ranks(lacking)}"
     odd = {*map(tuple, own.tolist())} ^ {*map(tuple, of_weights.tolist())}

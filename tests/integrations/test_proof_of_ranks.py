@@ -92,9 +92,11 @@ def _faults_of_one_rank(job: dict[str, Any], directory: Path) -> dict[str, str]:
         held[0]["params"], held[1]["params"] = held[1]["params"], held[0]["params"]
 
     if not job["id"].startswith("zero"):
-        _ = exchange() if odd else None
+        if odd:
+            exchange()
         found["exchanged"] = _told(lambda: ckpttool.prove(model, path, **own))
-        _ = exchange() if odd else None
+        if odd:
+            exchange()
         _ = held.reverse() if odd else None
         found["reversed"] = _told(lambda: ckpttool.prove(model, path, **own))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import decimal
 import math
 import pathlib
 import random
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from ckpttool.model import Checkpoint
 
+ROOT = pathlib.Path(__file__).parents[2]
 SHAPES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (6, 4), "b.bias": (6,), "scale": (1,)}
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 VALUES: list[tuple[Any, Any]] = [
@@ -278,3 +281,29 @@ def test_a_record_of_an_older_release_raises_no_false_alarm(checkpoint: Checkpoi
     saved[0].values["x"] = 2
     found = compare(digest, [rank.digest() for rank in saved], checkpoint, Scope())
     assert [str(one) for one in found.mismatches] == ["client_state.x is 2, but was saved as 1"]
+
+
+def test_the_page_of_the_law_lists_every_reason() -> None:
+    """Each note ends with a text of the page, or has one: no part may be left out for another reason."""
+    page = (ROOT / "docs/howto/prove.md").read_text().partition("### What may be named as not compared")[2]
+    reasons = [text for text in re.findall(r"`([^`]+)`", page.partition("`ckpttool.prove` has")[0]) if len(text) > 9]
+    tree = ast.parse((ROOT / "ckpttool/integrations/state_comparison.py").read_text())
+    notes = [text for text in _texts(tree) if text]
+    assert len(notes) > 20
+    for text in notes:
+        assert any(reason in text for reason in reasons), text
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    """Yield the fixed parts of the texts that are added to the notes of a comparison."""
+    for node in ast.walk(tree):
+        added = None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "result.notes.append":
+            added = node.args[0]
+        elif isinstance(node, ast.AugAssign) and ast.unparse(node.target) == "result.notes":
+            added = node.value
+        if isinstance(added, ast.Constant):
+            yield str(added.value)
+        for part in ast.walk(added) if added is not None else ():
+            if isinstance(part, ast.JoinedStr):
+                yield "".join(str(v.value) if isinstance(v, ast.Constant) else "" for v in part.values).strip(", ():")

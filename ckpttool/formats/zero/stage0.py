@@ -408,7 +408,7 @@ def _listed_states(
     """Read the states of a group with separate tensors for each parameter.
 
     FusedAdam and FusedLion keep a step in the group too, and count in the last parameter that they update: the largest
-    step is that of all. Other optimizers count the steps of each parameter that had a gradient.
+    step counts for all. Other optimizers count the steps of each parameter that had a gradient.
 
     Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and ops/lion/fused_lion.py (``step``).
     """
