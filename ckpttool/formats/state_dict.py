@@ -232,7 +232,7 @@ def _groups(
     for number in sorted(listed, key=lambda n: (len(n), n)):
         options = dict(listed[number])
         names = options.pop("params", None)
-        options.pop("param_names", None)  # of an optimizer made from named_parameters()
+        named = options.pop("param_names", None) is not None
         if not isinstance(names, list) or not all(isinstance(n, str) and n in weights for n in names):
             return [], {}, {}
         if len({*names, *group_of}) < len(names) + len(group_of):
@@ -249,7 +249,7 @@ def _groups(
         }
         scalars, uneven = split_numbers(plain, {name: held.keys() for name, held in own.items()})
         differing |= uneven
-        groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered))
+        groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered, named))
     return groups, group_of, differing
 
 

@@ -256,6 +256,8 @@ class ParamGroup:
     empty."""
     ordered: bool = True
     """Whether the names are in the optimizer's order."""
+    named: bool = False
+    """Whether the group lists the names too (``param_names``), as of an optimizer made from ``named_parameters()``."""
 
 
 def split_numbers(

@@ -188,8 +188,9 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
         options = group_options(checkpoint, g)
         listed = list(group.listed or group.parameters)
         if not names.flat:
-            # An optimizer made from named_parameters() asks for the names; others leave them out.
-            options |= {"params": listed, "param_names": listed}
+            options["params"] = listed
+        if not names.flat or group.named:  # flat keys repeat the whole list for each parameter
+            options["param_names"] = listed  # an optimizer made from named_parameters() asks for it
         for name in listed if names.flat else ("",):
             for key, value in options.items():
                 path: Path = (names.optimizer, "param_groups", g, key)
