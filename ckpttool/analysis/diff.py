@@ -212,11 +212,12 @@ def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], b
         value = getattr(checkpoint, name)
         if value is not None and value != {}:
             add(name, value)
+    parameters = {p.name: p for p in checkpoint.parameters}
     for group in checkpoint.groups:
-        values = dict(group.hyperparameters) | {key: scalar.value for key, scalar in group.scalars.items()}
-        for parameter in filter(matches, group.parameters):
-            for key, value in values.items():
-                add(key, value, parameter)
+        for name in filter(matches, group.parameters):
+            numbers = {**group.scalars, **(parameters[name].numbers if name in parameters else {})}
+            for key, value in (dict(group.hyperparameters) | {k: n.value for k, n in numbers.items()}).items():
+                add(key, value, name)
     return result
 
 

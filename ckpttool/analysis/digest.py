@@ -13,6 +13,7 @@ import numpy as np
 
 from ckpttool import digests
 from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
@@ -20,7 +21,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model import MASTER, MODULE
 from ckpttool.model.selection import WEIGHTS, Content, contents
-from ckpttool.model.state_digest import NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical, leaves
+from ckpttool.model.state_digest import NOT_COMPARED, NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical, leaves
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
@@ -31,8 +32,19 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 
-SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of DeepSpeed's dynamic loss scaler."""
+SCALER = (
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "cur_hysteresis",
+    "scale_factor",
+    "scale_window",
+    "min_scale",
+    "delayed_shift",
+    "consecutive_hysteresis",
+    "raise_error_at_min_scale",
+)
+"""Attributes of DeepSpeed's dynamic loss scaler: its state, and its settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +163,10 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
                     numbers.setdefault(c.key, {})[c.name] = float(values[0])
     for group in checkpoint.groups:
         for name in group.parameters:
-            for key, scalar in group.scalars.items():
-                shape = parameters[name].shape if name in parameters else None
+            parameter = parameters.get(name)
+            shape = None if parameter is None else parameter.shape
+            own = group.scalars if parameter is None else checkpoint.numbers(parameter)
+            for key, scalar in own.items():
                 if key == "step" or scalar.dtype is None or scalar.shape != shape:
                     numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
                 elif rank == 0:  # of a parameter of one element, where a number looks like a state of its shape
@@ -164,14 +178,21 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         tensors=tensors,
         numbers=numbers,
         groups=[
-            {k: canonical(v) for k, v in group.hyperparameters.items() if k not in NOT_HYPERPARAMETERS}
+            {k: canonical(v, not_read) for k, v in group.hyperparameters.items() if k not in NOT_HYPERPARAMETERS}
             for group in checkpoint.groups
         ],
-        group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.parameters},
+        group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.listed or group.parameters},
         values={name: canonical(value) for name, value in counters.items() if value is not None}
-        | (leaves("scheduler", checkpoint.scheduler) if isinstance(checkpoint.scheduler, Mapping) else {})
+        | (leaves("scheduler", checkpoint.scheduler, not_read) if isinstance(checkpoint.scheduler, Mapping) else {})
         | (_loss_scale(checkpoint.loss_scaler) if checkpoint.dtype == "F16" else {}),
     )
+
+
+def not_read(value: Any) -> str | None:
+    """Return the text of a tensor or an object in a file, which is not compared."""
+    if isinstance(value, Opaque):
+        return f"{NOT_COMPARED}{value.qualified_name}"
+    return f"{NOT_COMPARED}tensor" if isinstance(value, TensorRef) else None
 
 
 def _loss_scale(scaler: Any) -> dict[str, str]:
@@ -211,11 +232,20 @@ HINT = "a disk or memory may be failing: try again, and report it if it happens 
 
 
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
-    """Check that source and output have the same digest; returns the digest of the weights.
+    """Check that source and output have the same digest, and the same numbers of each parameter, such as steps.
+
+    Returns:
+        The digest of the weights.
 
     Raises:
         LayoutError: They differ.
     """
+    own, there = ({p.name: c.numbers(p) for p in c.parameters} for c in (source, written))
+    for name, numbers in own.items():
+        for key, number in there.get(name, {}).items():
+            if key in numbers and canonical(number.value) != canonical(numbers[key].value):
+                problem = f"has {key} {number.value} of {name}, but the source has {numbers[key].value}"
+                raise LayoutError(directory, problem, HINT)
     expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
     if expected != found:
         problem = f"has the digests {found.weights} and {found.optimizer} of weights and optimizer, but the source has "

@@ -15,7 +15,7 @@ from ckpttool.messages import hide_secrets
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckpttool.model import Checkpoint, State
+    from ckpttool.model import Checkpoint, ScalarState, State
 
 MAX_VALUES = 100_000
 """Limit of values of client state, of configuration and of the like; a short pickle can expand without end."""
@@ -47,6 +47,7 @@ def describe(c: Checkpoint) -> dict[str, Any]:
                 "group": p.group,
                 "frozen": p.frozen,
                 "states": {key: describe_state(s) for key, s in p.states.items()},
+                "numbers": _numbers(p.numbers, plain),
             }
             for p in c.parameters
         ],
@@ -56,11 +57,11 @@ def describe(c: Checkpoint) -> dict[str, Any]:
             {
                 "parameters": list(g.parameters),
                 "hyperparameters": plain(g.hyperparameters),
-                "scalars": {k: {"value": plain(s.value), "dtype": s.dtype} for k, s in g.scalars.items()},
+                "scalars": _numbers(g.scalars, plain),
             }
             for g in c.groups
         ],
-        "unsliceable": list(c.nonpartitionable),
+        "unsliceable": list(c.of_one_layout),
         "scheduler": _Plain()(c.scheduler),
         "data_states": _Plain()(dict(c.data_states)),
         "loss_scaler": _Plain()(c.loss_scaler),
@@ -76,6 +77,10 @@ def describe(c: Checkpoint) -> dict[str, Any]:
         "notes": [str(n) for n in c.notes],
         "remarks": list(c.remarks),
     }
+
+
+def _numbers(numbers: Mapping[str, ScalarState], plain: _Plain) -> dict[str, Any]:
+    return {key: {"value": plain(number.value), "dtype": number.dtype} for key, number in numbers.items()}
 
 
 def title(c: Checkpoint) -> list[str]:

@@ -448,7 +448,7 @@ def _print_summary(c: Checkpoint) -> None:
             ("scheduler", _short(c.scheduler)),
             *((name.replace("_", " "), _short(state)) for name, state in c.data_states.items()),
             ("client state", _first([f"{_short(k)} {_short(v)}" for k, v in c.client_state.items()])),
-            ("not sliceable", _first(c.nonpartitionable)),
+            ("not sliceable", _first(c.of_one_layout)),
             ("metrics", _first([f"{_short(k)} {_short(v)}" for k, v in c.metrics.items()])),
             *_provenance(c),
         ]

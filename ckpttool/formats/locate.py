@@ -116,6 +116,8 @@ class Location(NamedTuple):
     """Directories of the same tag from other nodes, each with the files of some ranks."""
     trust_names: bool = False
     """Whether to accept files whose recorded name differs from their name."""
+    order: tuple[str, ...] = ()
+    """Parameters in the order of the optimizer, for files that number them; empty if it is unknown."""
 
 
 def locate(storage: Storage, src: str, tag: str | None) -> Location:

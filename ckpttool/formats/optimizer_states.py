@@ -50,6 +50,8 @@ SAVE = "ckpttool.save"
 """Key of the fingerprint of the save, in the metadata of the weights and in the description."""
 VERSION = 1
 """Version of the description."""
+UNEVEN = 2
+"""Version of a description with numbers of single parameters, which older releases would not read."""
 NOT_FINITE = "ckpttool.float"
 """The key of a mapping that represents NaN or infinity, which JSON lacks: {"ckpttool.float": "nan"}."""
 TENSOR_NUMBER = frozenset({"value", "dtype"})
@@ -86,7 +88,7 @@ def with_optimizer(checkpoint: Checkpoint, storage: Storage, first: str, saves: 
         reader.read(name)
     try:
         described = json.loads(metadata[METADATA])
-        if described["version"] != VERSION:
+        if described["version"] not in {VERSION, UNEVEN}:
             raise LayoutError(path, f"has version {brief(described['version'])}", "use a newer release of ckpttool")
         save = described["save"]
         for name, other in saves.items():
@@ -145,9 +147,10 @@ def _combined(checkpoint: Checkpoint, reader: _Reader, described: Mapping[str, A
     groups = tuple(_group(values) for values in described["groups"])
     group_of = {name: number for number, group in enumerate(groups) for name in group.parameters}
     slicings = {name: _slicing(values) for name, values in described.get("slicings", {}).items()}
+    numbers = {name: _numbers(values) for name, values in described.get("numbers", {}).items()}
     buffers = set(described["buffers"])
     states = _by_parameter(reader.states, described["states"], path)
-    if unknown := sorted({*group_of, *states, *buffers, *slicings} - weights.keys()):
+    if unknown := sorted({*group_of, *states, *buffers, *slicings, *numbers} - weights.keys()):
         problem = f"names {brief(unknown[0], 200)}, which the weights beside it lack"
         raise LayoutError(path, problem, RESTORE)
     if sum(len(group.parameters) for group in groups) != len(group_of):
@@ -165,7 +168,8 @@ def _combined(checkpoint: Checkpoint, reader: _Reader, described: Mapping[str, A
             held = {MASTER: weight, **own}
         elif own.keys() & {MASTER, MODULE}:  # narrower weights beside it are a cast
             replicas.append(Replica(name, own.get(MASTER) or own[MODULE], weight))
-        parameters.append(Parameter(name, weight.shape, group_of.get(name), held, slicings.get(name, BY_ROWS)))
+        slicing = slicings.get(name, BY_ROWS)
+        parameters.append(Parameter(name, weight.shape, group_of.get(name), held, slicing, numbers.get(name, {})))
     return replace(
         checkpoint,
         parameters=tuple(parameters),
@@ -198,8 +202,11 @@ def _by_parameter(tensors: Mapping[str, State], keys: Sequence[str], path: str) 
 
 def _group(values: Mapping[str, Any]) -> ParamGroup:
     options = {key: _decoded(value) for key, value in values["hyperparameters"].items()}
-    scalars = {key: ScalarState(s["value"], s["dtype"], tuple(s["shape"])) for key, s in values["scalars"].items()}
-    return ParamGroup(tuple(map(str, values["parameters"])), options, scalars)
+    return ParamGroup(tuple(map(str, values["parameters"])), options, _numbers(values["scalars"]))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, ScalarState]:
+    return {key: ScalarState(s["value"], s["dtype"], tuple(s["shape"])) for key, s in values.items()}
 
 
 def _with_floats(value: Any) -> Any:

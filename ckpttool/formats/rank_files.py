@@ -21,18 +21,19 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize, numpy_dtype, parse_number
 from ckpttool.errors import LayoutError
 from ckpttool.formats.dtensor import DTensor, Mesh, dtensor_of, shape_of_dtensor
-from ckpttool.formats.fields import RESTORE, WHOLE, fingerprint
+from ckpttool.formats.fields import RESTORE, WHOLE, fingerprint, raise_at_once
+from ckpttool.formats.locate import Location
 from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
 from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.model import CheckpointFile, Replica, ScalarState, State, Topology, tensor_number
+from ckpttool.storage import connect
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Reader, Storage
 
@@ -123,7 +124,7 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
     if found is None:
         return None
     with contextlib.ExitStack() as stack:
-        reading = _Reading(storage, directory, stack)
+        reading = _Reading(storage, directory, stack, location.order)
         model = {rank: reading.open(name, "model", rank) for rank, name in sorted(found.model.items())}
         tensors = reading.tensors(model)
         meshes = reading.meshes
@@ -157,6 +158,23 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         topology = Topology(data_parallel=ranks // tensor_parallel, tensor_parallel=tensor_parallel)
         first = posixpath.join(directory, next(iter(found.model.values())))
         return result.to_checkpoint(storage, location, "rank files", first, topology, tuple(reading.files))
+
+
+def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
+    """Read files that number the optimizer's parameters again, with the order of the optimizer.
+
+    Args:
+        checkpoint: A checkpoint of any format; returned as it is if it needs no order.
+        order: Parameters in the order of the optimizer.
+
+    Raises:
+        CkptError: A file cannot be read.
+    """
+    if checkpoint.format != "rank files" or not (checkpoint.left_out or ORDER in checkpoint.remarks):
+        return checkpoint
+    location = Location(checkpoint.root, checkpoint.location, checkpoint.tag, order=tuple(order))
+    found = read_rank_files(connect(checkpoint.storage), location, raise_at_once)
+    return found or checkpoint
 
 
 def _find(storage: Storage, directory: str) -> _Found | None:
@@ -262,7 +280,8 @@ def _ties(tensors: Mapping[str, Sequence[_Part]]) -> dict[str, str]:
 class _Reading:
     """Opens the files of a checkpoint, and merges the parts of their tensors."""
 
-    def __init__(self, storage: Storage, directory: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, storage: Storage, directory: str, stack: contextlib.ExitStack, order: Sequence[str]) -> None:
+        self._order = order
         self._storage = storage
         self._directory = directory
         self._stack = stack
@@ -450,6 +469,10 @@ class _Reading:
             return dict(zip(keys, named, strict=True)) if {*named} <= {*tensors} else None
         ties = _ties(tensors)
         wanted = [_moment_shape(state.get(key)) for key in keys]
+        if len(self._order) == len(keys) and {*self._order} <= {*tensors}:
+            shapes = [tensors[name][0].value.shape for name in self._order]
+            if all(want in {None, shape} for want, shape in zip(wanted, shapes, strict=True)):
+                return dict(zip(keys, self._order, strict=True))
         self.assume_order(wanted)
         sharded = [n for n, parts in tensors.items() if n not in ties and not _is_plain(parts)]
         for candidates in (sharded, [n for n in tensors if n not in ties]):

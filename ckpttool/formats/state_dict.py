@@ -29,6 +29,7 @@ from ckpttool.model import (
     ParamGroup,
     ScalarState,
     State,
+    split_numbers,
 )
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class StateDict:
             states = {aliases.get(name, name): own for name, own in states.items()}
             listed = listed | _group_by_hyperparameters(path, options, states, weights)
         updated = {*states, *self.numbers}
-        groups, group_of, differing = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
+        groups, group_of, numbers = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
         parameters = []
         for name, weight in trainable.items():
             # The optimizer has states only for the parameters that it updates.
@@ -129,8 +130,17 @@ class StateDict:
                 MODULE if group is None else MASTER: weight,
                 **_elementwise_states(states.get(name, {}), weight.shape),
             }
-            parameters.append(Parameter(name, weight.shape, group if groups else UNKNOWN_GROUP, parameter_states))
+            parameters.append(
+                Parameter(
+                    name,
+                    weight.shape,
+                    group if groups else UNKNOWN_GROUP,
+                    parameter_states,
+                    numbers=numbers.get(name, {}),
+                )
+            )
         reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
+        reached |= {own[STEP].value for own in numbers.values() if STEP in own}
         return Checkpoint(
             storage=storage.spec,
             location=location.directory,
@@ -149,7 +159,6 @@ class StateDict:
             buffers=tuple(Buffer(n, s) for n, s in weights.items() if n not in trainable),
             aliases=aliases,
             groups=tuple(groups),
-            nonpartitionable=tuple(differing),
             scheduler=self.scheduler,
             client_state=self.objects | (self.other_numbers if self.flattened else {}),
             files=files,
@@ -205,8 +214,8 @@ def _groups(
     updated: Collection[str],
     *,
     ordered: bool,
-) -> tuple[list[ParamGroup], dict[str, int], list[str]]:
-    """Return the parameter groups, the group of each parameter, and the scalar states that differ within a group.
+) -> tuple[list[ParamGroup], dict[str, int], dict[str, dict[str, ScalarState]]]:
+    """Return the parameter groups, the group of each parameter, and its numbers that differ within the group.
 
     All are empty unless the groups list their parameters by name, each once.
 
@@ -219,26 +228,29 @@ def _groups(
     """
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
-    differing: dict[str, None] = {}
+    differing: dict[str, dict[str, ScalarState]] = {}
     for number in sorted(listed, key=lambda n: (len(n), n)):
         options = dict(listed[number])
         names = options.pop("params", None)
+        named = options.pop("param_names", None) is not None
         if not isinstance(names, list) or not all(isinstance(n, str) and n in weights for n in names):
-            return [], {}, []
+            return [], {}, {}
         if len({*names, *group_of}) < len(names) + len(group_of):
-            return [], {}, []
+            return [], {}, {}
         # An optimizer may list parameters that it has never updated: they are frozen.
         trained = [name for name in names if name in updated] or names
         all_names = tuple(names) if len(trained) < len(names) else ()
-        scalars: dict[str, ScalarState] = {}
-        for name in trained:
-            group_of[name] = len(groups)
-            states = numbers.get(name, {})
-            for key in (k for k in states if states[k].shape != weights[name].shape or k == STEP):
-                if scalars.setdefault(key, states[key]) != states[key]:
-                    differing[f"group {len(groups)}: {key}, which differs among its parameters"] = None
-        groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered))
-    return groups, group_of, list(differing)
+        group_of |= dict.fromkeys(trained, len(groups))
+        own = {name: numbers.get(name, {}) for name in trained}
+        # In a parameter of one element, a number of that key looks like a state of the parameter's shape.
+        plain = {
+            name: {key: n for key, n in held.items() if n.shape != weights[name].shape or key == STEP}
+            for name, held in own.items()
+        }
+        scalars, uneven = split_numbers(plain, {name: held.keys() for name, held in own.items()})
+        differing |= uneven
+        groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered, named))
+    return groups, group_of, differing
 
 
 def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:

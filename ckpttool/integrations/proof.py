@@ -15,13 +15,15 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
-from ckpttool.integrations.state_comparison import Scope, compare
+from ckpttool.formats.rank_files import in_order
+from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, tensor_problem
 from ckpttool.messages import brief
-from ckpttool.model.rank_digest import RankDigest, merge
+from ckpttool.model.names import with_names_of
+from ckpttool.model.rank_digest import APART, RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest
 from ckpttool.plan.builder import source_files
-from ckpttool.saving.coordination import agree_to_begin
+from ckpttool.saving.coordination import agree_to_begin, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -93,18 +95,19 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     ranks = _ranks("digest")
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        _raise_first("live_digest", messages)
         merged = merge(_ranks_of(messages))
-        if merged.mismatches:
-            raise _error("live_digest", merged.mismatches)
+        if merged.contradictions:
+            raise _error("live_digest", merged.contradictions)
         left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
         left_out += [f"{name} of ranks after the first" for name in merged.buffers]
         if left_out:
             LOG.warning("live_digest left out %s", "; ".join(left_out))
         return merged.state.to_json()
 
-    message = _message(lambda: {"live": _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()})
-    return StateDigest.from_json(ranks.agree("live_digest", message, _guarded(decide), timeout=timeout))
+    def own() -> dict[str, str]:
+        return _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()
+
+    return StateDigest.from_json(exchange(ranks, "live_digest", own, decide, timeout=timeout))
 
 
 def prove(  # noqa: PLR0913  public API
@@ -183,19 +186,22 @@ def prove_state(
         timeout: Seconds that a rank may lag.
     """
     began, path = time.perf_counter(), checkpoint.location
-    states: list[LiveState] = []
+    recorded = checkpoint.digests is not None
+    state, failed = _attempted(subject)
+    if state is not None:
+        checkpoint = with_names_of(checkpoint, {*(piece.name for piece in state.pieces), *state.aliases})
+        read, failed = _attempted(partial(in_order, checkpoint, [*state.group_of]))
+        checkpoint = read or checkpoint
 
     def own() -> dict[str, Any]:
-        states.append(subject())
-        found: dict[str, Any] = {"live": states[0].digest().to_json()}
-        if checkpoint.digests is None:
-            found["saved"] = state_digest(checkpoint, (ranks.rank, ranks.size)).to_json()
-        return found
+        if state is None or failed is not None:
+            raise failed or LayoutError(path, "has no live state", "this is a bug in ckpttool")
+        saved = None if recorded else state_digest(checkpoint, (ranks.rank, ranks.size)).to_json()
+        return {"live": state.digest().to_json(), "saved": saved}
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        _raise_first(path, messages)
-        saved = _expected(checkpoint, [message.get("saved") for message in messages])
-        found = compare(saved, _ranks_of(messages), checkpoint, scope)
+        saved = _expected(checkpoint, [message["saved"] for message in messages])
+        found = compare(saved, _ranks_of([message["live"] for message in messages]), checkpoint, scope)
         if not found.mismatches and not found.tensors:
             raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
         return {
@@ -206,13 +212,13 @@ def prove_state(
             "notes": found.notes,
         }
 
-    verdict = ranks.agree(path, _message(own), _guarded(decide), timeout=timeout)
+    verdict = exchange(ranks, path, own, decide, timeout=timeout)
     mismatches = [Mismatch(*one) for one in verdict["mismatches"]]
     if not mismatches and verdict["rounded"]:
         rounded = {name: TensorDigest.parse(text) for name, text in verdict["rounded"].items()}
         mismatches = _compare_rounded(rounded, checkpoint, ranks, timeout)
     if mismatches:
-        mismatches[0] = _located(mismatches[0], states[0], checkpoint, ranks, timeout)
+        mismatches[0] = _located(mismatches[0], state, checkpoint, ranks, timeout)
         raise _error(path, mismatches)
     return Proof(
         path=path,
@@ -220,7 +226,7 @@ def prove_state(
         ranks=ranks.size,
         tensors=verdict["tensors"],
         states=tuple(verdict["states"]),
-        recorded=checkpoint.digests is not None,
+        recorded=recorded,
         unproven=tuple(verdict["notes"]),
         seconds=time.perf_counter() - began,
     )
@@ -233,26 +239,25 @@ def _compare_rounded(
     stored = {alias: checkpoint.aliases.get(alias, alias) for alias in live}
     there = {c.name: c for c in contents(checkpoint) if c.key == WEIGHTS}
 
-    def own() -> dict[str, Any]:
+    def own() -> dict[str, str]:
         share = [name for name in live if stored[name] in there][ranks.rank :: ranks.size]
         tensors = [replace(there[stored[name]], name=name) for name in share]
         dtypes = {name: live[name].dtype for name in share}
         found = tensor_digests(checkpoint, tensors, jobs=None, dtypes=dtypes)
-        return {"digests": {name: str(one) for (_, name), one in found.items()}}
+        return {name: str(one) for (_, name), one in found.items()}
 
     def decide(messages: list[Any]) -> list[list[str]]:
-        _raise_first(checkpoint.location, messages)
-        saved = {name: TensorDigest.parse(text) for m in messages for name, text in m["digests"].items()}
-        both = StateDigest(tensors={WEIGHTS: saved}), StateDigest(tensors={WEIGHTS: live})
-        return [list(mismatch) for mismatch in both[0].mismatches(both[1])[:SHOWN]]
+        saved = {name: TensorDigest.parse(text) for own in messages for name, text in own.items()}
+        problems = {name: tensor_problem(one, live[name]) for name, one in saved.items()}
+        return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
 
-    found = ranks.agree(checkpoint.location, _message(own), _guarded(decide), timeout=timeout)
+    found = exchange(ranks, checkpoint.location, own, decide, timeout=timeout)
     return [Mismatch(*one) for one in found]
 
 
-def _ranks_of(messages: Sequence[Mapping[str, Any]]) -> list[RankDigest]:
+def _ranks_of(messages: Sequence[Mapping[str, str]]) -> list[RankDigest]:
     parsed: dict[str, Any] = {}
-    return [RankDigest.from_json(message["live"], parsed) for message in messages]
+    return [RankDigest.from_json(message, parsed) for message in messages]
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
@@ -277,29 +282,34 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
         ) from error
 
 
-def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks: Ranks, timeout: float) -> Mismatch:
+def _located(
+    problem: Mismatch, state: LiveState | None, checkpoint: Checkpoint, ranks: Ranks, timeout: float
+) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
-    if not problem.problem.startswith("has other values"):
+    if not problem.problem.startswith((OTHER_VALUES, APART)) or state is None:
         return problem
 
-    def own() -> dict[str, Any]:
+    def own() -> list[int] | None:
         pieces = [p for p in state.pieces if (p.key, p.name) == (problem.key, problem.name)]
-        return {"range": next(filter(None, (_different_range(checkpoint, piece) for piece in pieces)), None)}
+        try:
+            return next(filter(None, (_different_range(checkpoint, piece) for piece in pieces)), None)
+        except CkptError:  # the files do not have it
+            return []
 
-    def decide(messages: list[Any]) -> str:
-        for rank, message in enumerate(messages):
-            if message.get("range") is not None:
-                first, last, count = message["range"]
+    def decide(ranges: list[Any]) -> str:
+        for rank, found in enumerate(ranges):
+            if found:
+                first, last, count = found
                 return f" (on rank {rank}, {count:,} of the elements {first:,} to {last:,})"
-        if any("error" in message for message in messages):  # the files do not have it
+        if [] in ranges or checkpoint.digests is None:
             return ""
         return " (the files hold the live values, and differ from the digests that the save recorded)"
 
-    where = ranks.agree(checkpoint.location, _message(own), _guarded(decide), timeout=timeout)
+    where = exchange(ranks, checkpoint.location, own, decide, timeout=timeout)
     return problem._replace(problem=f"{problem.problem}{where}")
 
 
-def _different_range(checkpoint: Checkpoint, piece: Piece) -> tuple[int, int, int] | None:
+def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     """Return the first and last index in the whole tensor, and the number, of elements that differ from the files."""
     import numpy as np
 
@@ -322,7 +332,7 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> tuple[int, int, in
         places = places.reshape(piece.shape)[box].reshape(-1)
     live = as_array(piece.tensor.cpu()).reshape(-1).astype(kind)
     different = places[live.view(f"u{kind.itemsize}") != whole[places].view(f"u{kind.itemsize}")]
-    return (int(different[0]), int(different[-1]), len(different)) if len(different) else None
+    return [int(different[0]), int(different[-1]), len(different)] if len(different) else None
 
 
 def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
@@ -352,48 +362,18 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
     return live_state(model, optimizer, scheduler)
 
 
+def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return a value or the error, which is raised after all ranks have it."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
 def _ranks(purpose: str) -> Ranks:
     from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
     return ranks_of_process_group(purpose)
-
-
-def _message(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the message of this rank, or its error: the other ranks wait for either."""
-    from ckpttool.saving.coordination import error_to_data
-
-    try:
-        return make()
-    except CkptError as error:
-        return {"error": error_to_data(error)}
-    except Exception as error:
-        failed = LayoutError("the live state", f"cannot be digested: {type(error).__name__}: {error}", "see the log")
-        return {"error": error_to_data(failed)}
-
-
-def _guarded(decide: Callable[[list[Any]], T]) -> Callable[[list[Any]], T]:
-    """Return a decision whose errors are errors of ckpttool: others would reach the first rank alone."""
-
-    def guarded(messages: list[Any]) -> T:
-        try:
-            return decide(messages)
-        except CkptError:
-            raise
-        except Exception as error:
-            LOG.exception("digests could not be compared")
-            problem = f"cannot be compared: {type(error).__name__}: {error}"
-            raise LayoutError("the live state", problem, "see the log of rank 0") from error
-
-    return guarded
-
-
-def _raise_first(path: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    from ckpttool.saving.coordination import error_from_data
-
-    for rank, message in enumerate(messages):
-        if "error" in message:
-            failed = error_from_data(message["error"])
-            raise type(failed)(failed.path, f"rank {rank}: {failed.problem}", failed.hint, failed.options)
 
 
 def _error(path: str, problems: Sequence[Mismatch]) -> ProofError:

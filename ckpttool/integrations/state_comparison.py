@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckpttool.analysis.digest import not_read
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
-from ckpttool.model.rank_digest import merge
-from ckpttool.model.state_digest import GATHERED, WEIGHTS, Mismatch, StateDigest, leaves
+from ckpttool.model.rank_digest import contradictions, merge, of_group, on_ranks
+from ckpttool.model.state_digest import (
+    GATHERED,
+    NOT_COMPARED,
+    WEIGHTS,
+    Mismatch,
+    StateDigest,
+    canonical,
+    leaves,
+    short,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
     from ckpttool.model import Checkpoint
-    from ckpttool.model.rank_digest import RankDigest
+    from ckpttool.model.rank_digest import Item, RankDigest
     from ckpttool.model.state_digest import TensorDigest
 
 T = TypeVar("T")
@@ -39,6 +50,8 @@ class Scope:
     """Parameters and buffers that were not."""
     without_states_of: frozenset[str] = frozenset()
     """Parameters whose optimizer states were not."""
+    casts: bool = False
+    """True if the load converts types: equal values of another type are named, not refused."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +77,8 @@ class _Live:
     """
 
     def __init__(self, ranks: Sequence[RankDigest]) -> None:
-        self.own, self.problems, self.unproven, self.buffers = merge(ranks)
+        self.own, problems, self.apart, self.unproven, self.buffers = merge(ranks)
+        self.problems = [*problems]
         self.ranks = len(ranks)
         for name, gathered in self.own.tensors.get(GATHERED, {}).items():
             key = MODULE if name in self.own.tensors.get(MODULE, {}) else WEIGHTS
@@ -75,6 +89,7 @@ class _Live:
         self.others = {name for own in ranks for name in own.others}
         self.frozen = {name for own in ranks for name in own.frozen}
         self.trains = any(own.trains for own in ranks)
+        self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.all = StateDigest(
             tensors={key: self._all_names(own) for key, own in self.own.tensors.items()},
             numbers={key: self._all_names(own) for key, own in self.own.numbers.items()},
@@ -84,6 +99,12 @@ class _Live:
         )
         """The state with its tied parameters under all of their names."""
         self.names = {name for own in self.all.tensors.values() for name in own}
+
+    def first_name(self, item: Item) -> Item:
+        """Return an item with the first name of a tied parameter."""
+        key, name = item
+        start, _, bare = name.rpartition(" ")
+        return key, f"{start} {self.aliases.get(bare, bare)}".strip()
 
     def _all_names(self, own: Mapping[str, Any]) -> dict[str, Any]:
         return {**own, **{alias: own[name] for alias, name in self.aliases.items() if name in own}}
@@ -99,16 +120,14 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         scope: The restored part.
     """
     live = _Live(ranks)
-    result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in live.unproven.items()])
     recorded = checkpoint.digests is not None
     with_values = not scope.weights_only and (live.trains or bool(live.own.values))
     weights_only = scope.weights_only or scope.without_optimizer or not live.trains
-    if recorded and not weights_only:
-        common = {key for options in saved.groups for key in options} | saved.numbers.keys()
-        odd = sorted(common & live.unproven.keys())
-        result.mismatches += [
-            Mismatch(key, "", "differs between ranks, and was the same on all at the save") for key in odd
-        ]
+    # What was the same on all ranks at the save must be so now.
+    common = {key for options in saved.groups for key in options} | saved.numbers.keys()
+    unproven = {key: why for key, why in live.unproven.items() if key not in common or weights_only}
+    result = Comparison(mismatches=live.problems, notes=[f"{key}: {why}" for key, why in unproven.items()])
+    result.notes += live.pending
     if not weights_only and not saved.group_of:
         why = checkpoint.left_out or "ckpttool reads none in this checkpoint"
         result.notes.append(f"the optimizer's states: {why}")
@@ -117,7 +136,9 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     whole = {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
     if whole and not weights_only:
         result.notes.append(f"{', '.join(sorted(whole))}, whose shape is not the parameter's")
-    frozen = set() if weights_only else {*saved.group_of} & live.frozen
+    stated = {name for key, own in saved.tensors.items() if key not in {WEIGHTS, MODULE} for name in own}
+    stated |= {name for own in saved.numbers.values() for name in own}
+    frozen = set() if weights_only else stated & live.frozen
     if frozen:
         result.notes.append(f"the optimizer states of {len(frozen):,} parameters that are frozen now")
     beside = [n for n in saved.tensors.get(WEIGHTS, {}) if n in checkpoint.beside and n not in live.names]
@@ -130,29 +151,47 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     scope = replace(
         scope,
         weights_only=weights_only,
-        without=scope.without | live.unproven.keys() | whole,
+        without=scope.without | unproven.keys() | whole,
         without_names=scope.without_names | live.others | {*beside},
         without_states_of=scope.without_states_of | frozen,
+        casts=scope.casts or weights_only,
     )
-    comparable = _tensors(saved, live, scope, result, native=checkpoint.native and not recorded)
+    tensors = _tensors(saved, live, scope, result, native=checkpoint.native and not recorded)
+    facts: dict[Item, str] = {}
     if not weights_only:
-        comparable = _optimizer(comparable, saved, live, scope, result, recorded=recorded)
+        facts = _optimizer(saved, live, scope, result)
     if scope.without_optimizer and saved.group_of:
         result.notes.append("the optimizer's states and hyper-parameters, which were not restored")
+    values: dict[str, str] = {}
+    may_differ = {*(live.own.differing or ())}
+    may_differ &= may_differ if saved.differing is None else saved.differing
     if with_values:
         if not recorded:
             saved = _of_files(saved, live, checkpoint, result)
-        comparable = replace(comparable, values=_values(saved, live, scope, result, recorded=recorded))
-    result.mismatches += comparable.mismatches(_with_buffers(live, comparable, result))
-    copies = live.own.tensors.get(MODULE, {}).keys() - comparable.tensors.get(MODULE, {}).keys()
-    if copies and MODULE not in scope.without:
+        values = _values(saved, live, scope, result, may_differ, recorded=recorded)
+    _compare_tensors(tensors, _with_buffers(live, saved, tensors, result), scope, result)
+    compared = {key for key, _ in facts} | scope.without | live.unproven.keys()
+    of_live = _facts_of(live, facts) | {(name, ""): text for name, text in live.own.values.items()}
+    facts |= {(name, ""): text for name, text in values.items()}
+    old = recorded and saved.differing is None
+    apart = {
+        item: found
+        for item, found in live.apart.items()
+        if (item in facts and item[0] not in may_differ) or (item[1] and not weights_only and item[0] not in compared)
+    }
+    _compare_facts(facts, of_live, live, apart, result, old=old)
+    copies = live.own.tensors.get(MODULE, {}).keys() - tensors.get(MODULE, {}).keys()
+    if copies and MODULE in scope.without:
+        result.notes.append(f"the module's copies of {len(copies):,} weights, whose type is another")
+    elif copies:
         why = "whose digests were not recorded" if recorded else "which the files do not have"
         result.notes.append(f"the module's copies of {len(copies):,} weights, {why}")
-    result.notes += _uncovered(comparable, result.rounded, live, scope)
-    result.tensors = comparable.count + len(result.rounded)
-    names = [*comparable.tensors, *comparable.numbers, *(["hyper-parameters"] if comparable.group_of else [])]
+    result.notes += _uncovered(tensors, result.rounded, live, scope)
+    result.tensors = sum(map(len, tensors.values())) + len(result.rounded)
+    names = [*dict.fromkeys((*tensors, *(key for key, name in facts if key in saved.numbers and name)))]
+    names += ["hyper-parameters"] if any(name.startswith(of_group("")) for _, name in facts) else []
     names = [WEIGHTS, *names] if result.rounded and WEIGHTS not in names else names
-    result.states = [*names, *dict.fromkeys(name.partition(".")[0] for name in comparable.values)]
+    result.states = [*names, *dict.fromkeys(_kind(name) for name in values)]
     return result
 
 
@@ -168,27 +207,138 @@ def _check_names(saved: StateDigest, live: _Live, checkpoint: Checkpoint) -> Non
         raise PlanError(checkpoint.location, problem, "pass its model; a state dict must have the key model, or none")
 
 
-def _with_buffers(live: _Live, saved: StateDigest, result: Comparison) -> StateDigest:
-    """Return the live state in which a buffer that differs between ranks has the saved value, if a rank has it.
+def _with_buffers(
+    live: _Live, saved: StateDigest, tensors: Mapping[str, Mapping[str, TensorDigest]], result: Comparison
+) -> Mapping[str, Mapping[str, TensorDigest]]:
+    """Return the live tensors, in which a buffer that may differ between ranks has the saved value if a rank has it.
 
-    Ranks may have their own statistics; a save keeps the statistics of one rank.
+    Ranks may have their own statistics, and a save keeps the first rank's. A buffer that was the same on all ranks
+    at the save must be so now.
     """
-    weights = saved.tensors.get(WEIGHTS, {})
+    weights = tensors.get(WEIGHTS, {})
     kept: dict[str, TensorDigest] = {}
     odd: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for name, values in live.buffers.items():
         lacking = tuple(sorted(set(range(live.ranks)) - values.keys()))
-        if lacking:
-            odd.setdefault(("missing on ranks", lacking), []).append(name)
-        if name in weights and weights[name].value in values.values():
+        if name not in weights:
+            continue
+        others = tuple(sorted(rank for rank, value in values.items() if value != weights[name].value))
+        if saved.differing is not None and name not in saved.differing:
+            told = ((f"is missing{on_ranks(lacking)}", lacking), (f"{OTHER_VALUES}{on_ranks(others)}", others))
+            result.mismatches += [Mismatch(WEIGHTS, name, problem) for problem, ranks in told if ranks]
             kept[name] = weights[name]
-            others = tuple(sorted(rank for rank, value in values.items() if value != weights[name].value))
+            continue
+        odd.setdefault(("missing on ranks", lacking), []).append(name)
+        if len(others) < len(values):
+            kept[name] = weights[name]
             odd.setdefault(("other values on ranks", others), []).append(name)
     for (what, own), names in odd.items():
         if own:
             result.notes.append(f"{', '.join(sorted(names))} ({what} {', '.join(map(str, own))})")
-    everything = live.all.tensors
-    return replace(live.all, tensors={**everything, WEIGHTS: {**everything.get(WEIGHTS, {}), **kept}})
+    return {**live.all.tensors, WEIGHTS: {**live.all.tensors.get(WEIGHTS, {}), **kept}}
+
+
+OTHER_VALUES = "has other values than were saved"
+"""Begins the problem of a tensor whose values differ."""
+
+
+def _compare_tensors(
+    saved: Mapping[str, Mapping[str, TensorDigest]],
+    live: Mapping[str, Mapping[str, TensorDigest]],
+    scope: Scope,
+    result: Comparison,
+) -> None:
+    """Compare the type, the shape and the digest of every saved tensor."""
+    cast: list[str] = []
+    told = {(one.key, one.name) for one in result.mismatches}  # contradictions of the ranks, with their numbers
+    for key, tensors in saved.items():
+        there = live.get(key, {})
+        for name, one in tensors.items():
+            problem = tensor_problem(one, there.get(name))
+            if problem == OTHER_TYPE and scope.casts:
+                cast.append(f"{name} ({one.dtype}, now {there[name].dtype})")
+            elif problem and (key, name) not in told:
+                types = f": it is {there[name].dtype}, and was {one.dtype}" if problem == OTHER_TYPE else ""
+                result.mismatches.append(Mismatch(key, name, f"{problem}{types}"))
+    if cast:
+        result.notes.append(f"the types of {_tensors_of(cast)} with equal values, such as {cast[0]}")
+
+
+OTHER_TYPE = "has another type than was saved, with equal values"
+"""The problem of a tensor whose values are equal."""
+
+
+def tensor_problem(saved: TensorDigest, live: TensorDigest | None) -> str:
+    """Return how a live tensor differs from the saved one; "" if it does not."""
+    if live is None:
+        return "is missing"
+    same = saved.shape == live.shape or {saved.shape, live.shape} == {(), (1,)}  # universal: no 0-dim tensors
+    if kind_of(saved.dtype) != kind_of(live.dtype) or not same:
+        return f"is {live.dtype} {list(live.shape)}, but was saved as {saved.dtype} {list(saved.shape)}"
+    if saved.value != live.value:
+        return OTHER_VALUES + (f": it is {live.dtype}, and was {saved.dtype}" if saved.dtype != live.dtype else "")
+    return OTHER_TYPE if saved.dtype != live.dtype else ""
+
+
+def _facts_of(live: _Live, facts: Iterable[Item]) -> dict[Item, str]:
+    """Return the live numbers and hyper-parameters of some items."""
+    result = {}
+    for key, name in facts:
+        parameter = name.removeprefix(of_group(""))
+        if parameter != name:
+            group = live.all.group_of.get(parameter)
+            text = None if group is None else live.all.groups[group].get(key)
+        else:
+            number = live.all.numbers.get(key, {}).get(name)
+            text = None if number is None else canonical(number)
+        if text is not None:
+            result[key, name] = text
+    return result
+
+
+def _compare_facts(
+    saved: Mapping[Item, str],
+    of_live: Mapping[Item, str],
+    live: _Live,
+    apart: Mapping[Item, Mapping[str | None, Sequence[int]]],
+    result: Comparison,
+    *,
+    old: bool,
+) -> None:
+    """Compare numbers, hyper-parameters and values: on each rank, if the ranks differ."""
+    unknown: dict[str, None] = {}
+    older: dict[str, None] = {}
+    for item, text in saved.items():
+        found = apart.get(live.first_name(item), {of_live.get(item): ()})
+        for own, ranks in found.items():
+            if own == text:
+                unknown |= {_owned(item): None} if text.startswith(NOT_COMPARED) else {}
+            elif old and own is not None and _may_be_objects(own, text):
+                older[_owned(item)] = None
+            else:
+                on = on_ranks(ranks) if ranks else ""
+                is_now = f"is missing{on}" if own is None else f"is {short(own)}{on}"
+                result.mismatches.append(Mismatch(*item, f"{is_now}, but was saved as {short(text)}"))
+    compared = {live.first_name(item) for item in saved}
+    result.mismatches += contradictions({item: found for item, found in apart.items() if item not in compared})
+    if unknown:
+        result.notes.append(f"{', '.join(unknown)}: objects whose values cannot be compared")
+    if older:
+        result.notes.append(f"{', '.join(older)}: an older release recorded only the classes of objects")
+
+
+def _owned(item: Item) -> str:
+    return f"{item[0]} of {item[1]}" if item[1] else item[0]
+
+
+def _may_be_objects(*texts: str) -> bool:
+    """Return whether texts that differ may be one value: release 0.1 wrote objects as the names of their classes.
+
+    It wrote -0.0 as 0, and small tensors as lists.
+    """
+    bare = [re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "", text) for text in texts]
+    words = {word for text in bare for word in re.findall(r"[A-Za-z_]\w*", text)}
+    return bool(words - {"True", "False", "None", "nan", "inf", "e", "b"}) or {*texts} == {"0", "-0.0"}
 
 
 def _of_files(saved: StateDigest, live: _Live, checkpoint: Checkpoint, result: Comparison) -> StateDigest:
@@ -196,7 +346,7 @@ def _of_files(saved: StateDigest, live: _Live, checkpoint: Checkpoint, result: C
 
     Such a checkpoint has the items of all objects under paths. Those of the scheduler are the ones that have its keys.
     """
-    items = {path[1:]: text for path, text in leaves("", checkpoint.client_state).items()}
+    items = {path[1:]: text for path, text in leaves("", checkpoint.client_state, not_read).items()}
     scheduler = [name.partition(".")[2] for name in live.own.values if _kind(name) == "scheduler"]
     prefixes = [] if checkpoint.native else _prefixes(scheduler, items)
     fitting = []
@@ -268,7 +418,9 @@ def _renamed(saved: StateDigest, live: _Live, aliases: Mapping[str, str]) -> Sta
     )
 
 
-def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, native: bool) -> StateDigest:
+def _tensors(
+    saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, native: bool
+) -> dict[str, dict[str, TensorDigest]]:
     """Return the saved tensors that are compared; sort out live weights in a narrower type."""
     keys = {WEIGHTS, MODULE} if scope.weights_only else {*saved.tensors}
     keys -= scope.without if MODULE in live.own.tensors else scope.without | {MODULE}
@@ -294,7 +446,9 @@ def _tensors(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, 
         copies.setdefault(name, weights.pop(name))
     if unnamed:
         result.notes.append(f"{len(unnamed):,} master weights, which the files do not name")
-    return StateDigest(tensors={key: own for key, own in tensors.items() if own})
+    if result.rounded:
+        result.notes.append(f"the bits of {len(result.rounded):,} weights that the cast to a narrower type rounds")
+    return {key: own for key, own in tensors.items() if own}
 
 
 def _is_rounded(saved: TensorDigest, live: TensorDigest) -> bool:
@@ -302,45 +456,80 @@ def _is_rounded(saved: TensorDigest, live: TensorDigest) -> bool:
     return same and saved.value != live.value and itemsize(live.dtype) < itemsize(saved.dtype)
 
 
-def _optimizer(
-    comparable: StateDigest, saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, recorded: bool
-) -> StateDigest:
-    """Add the optimizer's numbers, the hyper-parameters and the values; find live states that were not saved."""
+def _optimizer(saved: StateDigest, live: _Live, scope: Scope, result: Comparison) -> dict[Item, str]:
+    """Return the saved numbers and hyper-parameters that are compared; find live states that were not saved."""
     left_out = scope.without_names | scope.without_states_of
     if saved.group_of:
-        for key, own in live.own.tensors.items():
-            if key in {WEIGHTS, MODULE} | scope.without:
-                continue
-            held = saved.tensors.get(key, {})
-            surplus = [name for name, one in own.items() if name not in held and name not in left_out and one.value]
-            shapes = {name: live.own.tensors[WEIGHTS][name].shape for name in surplus}
-            like_weights = [name for name in surplus if own[name].shape == shapes[name]]
-            result.mismatches += [Mismatch(key, name, "is in the live state alone, and not 0") for name in like_weights]
-            if len(like_weights) < len(surplus):
-                result.notes.append(f"{key}, whose shape is not the parameter's")
-    numbers = {key: own for key, own in saved.numbers.items() if key not in scope.without}
-    for key in [key for key in numbers if key != "step" and not recorded and not _is_of_groups(live, key)]:
-        del numbers[key]
-        result.notes.append(f"{key}: files have one number for a group, the live state one for each parameter")
+        result.mismatches += _surplus(saved, live, scope, left_out, result)
+        result.mismatches += _regrouped(saved, live, scope, left_out, result)
+    numbers = {
+        (key, name): canonical(number)
+        for key, own in saved.numbers.items()
+        if key not in scope.without
+        for name, number in own.items()
+        if name not in left_out
+    }
     lacking_numbers = sorted(live.own.numbers.keys() - saved.numbers.keys() - scope.without)
     if lacking_numbers and saved.group_of:
         result.notes.append(f"{', '.join(lacking_numbers)}, which the checkpoint does not record")
-    groups = saved.group_of
-    if groups and _partition(groups, live.all.group_of) != _partition(live.all.group_of, groups):
-        result.notes.append("hyper-parameters, because the groups have other parameters")
-        groups = {}
-    elif "groups" in scope.without:
+    groups = {name: group for name, group in saved.group_of.items() if name not in left_out}
+    if "groups" in scope.without and groups:
         result.notes.append("hyper-parameters, which were not restored")
         groups = {}
-    result.notes += _one_sided_options(saved.groups, live.all.groups, _pairs(groups, live.all.group_of), scope)
-    return replace(
-        comparable,
-        numbers={
-            key: {name: number for name, number in own.items() if name not in left_out} for key, own in numbers.items()
-        },
-        groups=saved.groups,
-        group_of={name: group for name, group in groups.items() if name not in left_out},
-    )
+    apart: dict[str, dict[str, Any]] = {}
+    for (key, owner), found in live.apart.items():
+        apart.setdefault(owner, {})[key] = found
+    firsts: dict[tuple[int, int, str], str] = {}
+    for name, group in groups.items():
+        if name in live.all.group_of:  # once for all parameters that have the same on all ranks
+            odd = apart.get(of_group(live.aliases.get(name, name)), {})
+            firsts.setdefault((group, live.all.group_of[name], repr(odd) if odd else ""), name)
+    pairs = {(group, other) for group, other, _ in firsts}
+    result.notes += _one_sided_options(saved.groups, live.all.groups, pairs, scope)
+    options = {
+        (key, of_group(name)): text
+        for (group, other, odd), name in firsts.items()
+        for key, text in saved.groups[group].items()
+        if key not in scope.without and (odd or key in live.all.groups[other])
+    }
+    return numbers | options
+
+
+def _surplus(
+    saved: StateDigest, live: _Live, scope: Scope, left_out: Collection[str], result: Comparison
+) -> Iterator[Mismatch]:
+    """Yield the live states and numbers of parameters that were trained without them, unless they are 0."""
+    for key, own in live.own.tensors.items():
+        if key in {WEIGHTS, MODULE} | scope.without:
+            continue
+        held = saved.tensors.get(key, {})
+        surplus = [name for name, one in own.items() if name not in held and name not in left_out and one.value]
+        shapes = {name: live.own.tensors[WEIGHTS][name].shape for name in surplus}
+        like_weights = [name for name in surplus if own[name].shape == shapes[name]]
+        yield from (Mismatch(key, name, "is in the live state alone, and not 0") for name in like_weights)
+        if len(like_weights) < len(surplus):
+            result.notes.append(f"{key}, whose shape is not the parameter's")
+    for key, numbers in live.own.numbers.items():
+        held_numbers = {live.aliases.get(name, name) for name in saved.numbers.get(key, ())}
+        for name, number in numbers.items() if held_numbers and key not in scope.without else ():
+            if name not in held_numbers and name in saved.group_of and name not in left_out and number:
+                yield Mismatch(key, name, f"is {short(canonical(number))}, and was not saved")
+
+
+def _regrouped(
+    saved: StateDigest, live: _Live, scope: Scope, left_out: Collection[str], result: Comparison
+) -> Iterator[Mismatch]:
+    """Yield the parameters that joined or left the optimizer since the save."""
+    trained = {name for key, own in saved.tensors.items() if key not in {WEIGHTS, MODULE} for name in own}
+    trained |= saved.group_of.keys()
+    trained |= {live.aliases.get(name, name) for name in trained}
+    new = [n for n in live.own.group_of if n not in trained and n in saved.tensors.get(WEIGHTS, {})]
+    told = [name for name in new if name in scope.without_states_of]
+    if told:
+        result.notes.append(f"the optimizer states of {len(told):,} parameters that were not trained at the save")
+    yield from (Mismatch(WEIGHTS, n, "is trained now, and was frozen at the save") for n in new if n not in left_out)
+    gone = [n for n in saved.group_of if n not in left_out and n in live.names and n not in live.all.group_of]
+    yield from (Mismatch(WEIGHTS, n, "is in no group of the optimizer, and was trained at the save") for n in gone)
 
 
 def _one_sided_options(
@@ -353,7 +542,15 @@ def _one_sided_options(
     return [*notes, *([f"{', '.join(sorted(new))}, which the checkpoint does not record"] if new else [])]
 
 
-def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *, recorded: bool) -> dict[str, str]:
+def _values(
+    saved: StateDigest,
+    live: _Live,
+    scope: Scope,
+    result: Comparison,
+    may_differ: Set[str],
+    *,
+    recorded: bool,
+) -> dict[str, str]:
     """Return the saved values that are compared: counters, scheduler, loss scale, client state and rank state.
 
     Wrappers without ZeRO have fewer numbers of a loss scaler than files.
@@ -377,6 +574,9 @@ def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *
     surplus = [name for name in dict.fromkeys(surplus) if _kind(name) not in scope.without]
     if surplus:
         result.notes.append(f"{', '.join(surplus)}, which the checkpoint does not record")
+    others = sorted(may_differ & live.own.values.keys())
+    if others:
+        result.notes.append(f"{', '.join(others)} of the ranks after the first, which differ from it")
     return {
         name: text
         for name, text in saved.values.items()
@@ -384,29 +584,11 @@ def _values(saved: StateDigest, live: _Live, scope: Scope, result: Comparison, *
     }
 
 
-def _is_of_groups(live: _Live, key: str) -> bool:
-    """Return whether a number is the same for all parameters of each group."""
-    own = live.own.numbers.get(key, {})
-    pairs = {(live.own.group_of.get(name), number) for name, number in own.items()}
-    return len(pairs) == len({group for group, _ in pairs})
-
-
-def _pairs(saved: Mapping[str, int], live: Mapping[str, int]) -> set[tuple[int, int]]:
-    """Return the indexes of the saved and the live group of each parameter that both have."""
-    return {(group, live[name]) for name, group in saved.items() if name in live}
-
-
-def _partition(groups: Mapping[str, int], others: Mapping[str, int]) -> set[frozenset[str]]:
-    """Return the groups as sets of the parameters that both have."""
-    found: dict[int, set[str]] = {}
-    for name in groups.keys() & others.keys():
-        found.setdefault(groups[name], set()).add(name)
-    return set(map(frozenset, found.values()))
-
-
-def _uncovered(comparable: StateDigest, rounded: Mapping[str, TensorDigest], live: _Live, scope: Scope) -> list[str]:
+def _uncovered(
+    tensors: Mapping[str, Mapping[str, TensorDigest]], rounded: Mapping[str, TensorDigest], live: _Live, scope: Scope
+) -> list[str]:
     """Return, as text, which live weights have no counterpart among the compared tensors."""
-    held = {name for key in (WEIGHTS, MODULE) for name in comparable.tensors.get(key, ())} | rounded.keys()
+    held = {name for key in (WEIGHTS, MODULE) for name in tensors.get(key, ())} | rounded.keys()
     held |= {live.aliases[name] for name in held if name in live.aliases} | scope.without_names
     names = dict.fromkeys(name for key in (WEIGHTS, MODULE) for name in live.own.tensors.get(key, ()))
     lacking = [name for name in names if name not in held]

@@ -14,7 +14,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -132,6 +132,9 @@ class Parameter:
     """By name: "fp32" (the master), "module" (the model's copy), and the optimizer's own: "exp_avg", ..."""
     slicing: Slicing = BY_ROWS
     """How tensor parallelism slices it."""
+    numbers: Mapping[str, ScalarState] = field(default_factory=dict)
+    """Its states that are one number and differ among the parameters of its group, such as the step of a layer that
+    some batches do not use."""
 
     @property
     def frozen(self) -> bool:
@@ -247,12 +250,32 @@ class ParamGroup:
     Values saved as 0-dim tensors are TensorFloat or TensorInteger.
     """
     scalars: Mapping[str, ScalarState]
-    """States that are one number for the whole group."""
+    """States that are one number, the same for all parameters of the group; ``Parameter.numbers`` has the others."""
     listed: tuple[str, ...] = ()
     """All parameters of the optimizer's list, if some were never updated, whose ``Parameter.group`` is None; otherwise
     empty."""
     ordered: bool = True
     """Whether the names are in the optimizer's order."""
+    named: bool = False
+    """Whether the group lists the names too (``param_names``), as of an optimizer made from ``named_parameters()``."""
+
+
+def split_numbers(
+    numbers: Mapping[str, Mapping[str, ScalarState]], keys: Mapping[str, Collection[str]]
+) -> tuple[dict[str, ScalarState], dict[str, dict[str, ScalarState]]]:
+    """Split the numbers of a group's parameters into shared numbers and numbers of each parameter.
+
+    Args:
+        numbers: By parameter and name of the number.
+        keys: Names of the states of each parameter, numbers or not.
+    """
+    shared: dict[str, ScalarState] = {}
+    for key in dict.fromkeys(key for own in numbers.values() for key in own):
+        found = [own[key] for own in numbers.values() if key in own]
+        if all(number == found[0] for number in found) and all(key in own for own in keys.values()):
+            shared[key] = found[0]
+    each = {name: {k: n for k, n in own.items() if k not in shared} for name, own in numbers.items()}
+    return shared, {name: own for name, own in each.items() if own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +436,8 @@ class Checkpoint:
     """Why the optimizer's states in the files are not read; "" if they are read, or there are none."""
     beside: frozenset[str] = frozenset()
     """Tensors among the parameters and buffers that are saved beside the model's state dict."""
+    renamed: bool = False
+    """Whether parameters have other names in the files, which differ by the wrappers of modules alone."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
@@ -458,6 +483,23 @@ class Checkpoint:
                 yield parameter.name, key, state
         for buffer in self.buffers:
             yield buffer.name, "buffer", buffer.state
+
+    def numbers(self, parameter: Parameter) -> dict[str, ScalarState]:
+        """States of a parameter that are one number, by name."""
+        known = parameter.group is not None and 0 <= parameter.group < len(self.groups)
+        of_group = self.groups[parameter.group].scalars if known else {}  # type: ignore[index]  # known
+        return {**of_group, **parameter.numbers}
+
+    @property
+    def of_one_layout(self) -> tuple[str, ...]:
+        """States that files of other ranks or stages cannot store: the non-partitionable ones, and numbers that differ
+        among the parameters of a group.
+        """
+        uneven = {(p.group or 0, key) for p in self.parameters for key in p.numbers}
+        return (
+            *self.nonpartitionable,
+            *(f"group {group}: {key}, which differs among its parameters" for group, key in sorted(uneven)),
+        )
 
     def weights(self, parameter: Parameter) -> State:
         """A parameter's weights: the master, or the module's copy if it is newer or the only one."""

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import zlib
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ckpttool import digests
-from ckpttool.model.state_digest import Mismatch, StateDigest, TensorDigest
+from ckpttool.model import MODULE
+from ckpttool.model.state_digest import (
+    GATHERED,
+    STEP,
+    WEIGHTS,
+    Mismatch,
+    StateDigest,
+    TensorDigest,
+    canonical,
+    short,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
-FIRST_ALONE = frozenset({"client_state"})
-"""Kinds of values that only the first rank sends."""
+CLIENT_STATE = "client_state"
+"""Kind of the values that the user passes to a save; the first rank's are saved."""
+APART = "differs between ranks"
+"""Begins the problem of a tensor whose replicas differ."""
+SHOWN = 20
+"""Most ranks that a message lists."""
 BOX = 1 << 63
 """Set in the place of a part that is not one run of elements; the other bits identify it."""
 
@@ -66,6 +82,8 @@ class RankFacts:
     """True with an optimizer, false for a model alone."""
     others: Sequence[str] = ()
     """Names in the module's state dict that are neither parameters nor buffers."""
+    pending: str = ""
+    """Gradients that the next step adds to, as text; "" if there are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -123,54 +141,198 @@ class Merged(NamedTuple):
     state: StateDigest
     """Its digests and numbers, of the first rank where ranks differ."""
     mismatches: list[Mismatch]
-    """Its own contradictions."""
+    """Contradictions of the ranks in their tensors."""
+    apart: Apart
+    """Numbers, hyper-parameters and values that differ between ranks; see ``contradictions``."""
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
     buffers: dict[str, dict[int, int]]
     """Digest on each rank of the buffers that differ between ranks, or that some ranks lack."""
 
+    @property
+    def contradictions(self) -> list[Mismatch]:
+        """All differences between ranks that should have one state."""
+        allowed = {*self.unproven, *(self.state.differing or ())}
+        apart = contradictions({item: found for item, found in self.apart.items() if item[0] not in allowed})
+        return [*self.mismatches, *apart]
 
-def merge(ranks: Sequence[RankDigest]) -> Merged:
-    """Merge the digests of all ranks."""
-    tensors, mismatches, buffers = _merge_parts(ranks)
-    numbers: dict[str, dict[str, float]] = {}
-    first, values = ranks[0], dict(ranks[0].values)
+
+Item = tuple[str, str]
+"""Name of a number, a hyper-parameter or a value, and its owner: a parameter, "the group of" one, or ""."""
+Apart = Mapping[Item, Mapping[str | None, Sequence[int]]]
+"""For each item the ranks that have each text; None for ranks that lack it."""
+
+
+def of_group(parameter: str) -> str:
+    """Return the owner of the hyper-parameters of a parameter, in messages."""
+    return f"the group of {parameter}"
+
+
+def on_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text for a message."""
+    listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
+    return f" on rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def contradictions(apart: Apart) -> list[Mismatch]:
+    """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
+    result: dict[tuple[str, str, str], Mismatch] = {}
+    for (key, owner), found in apart.items():
+        first, *others = sorted(found.items(), key=lambda one: one[1][0])
+        texts = [f"{'missing' if text is None else short(text)}{on_ranks(ranks)}" for text, ranks in (*others, first)]
+        problem = f"is {', but '.join(texts)}"
+        once = "" if owner.startswith(of_group("")) else owner
+        result.setdefault((key, once, problem), Mismatch(key, owner, problem))
+    return list(result.values())
+
+
+def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
+    """Merge the digests of all ranks.
+
+    Args:
+        ranks: The digests.
+        whole: Whether each rank lists all of its parts; a save leaves out replicas, which it writes once.
+    """
+    tensors, mismatches, buffers, holders = _merge_parts(ranks, whole=whole)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
-    there = {name: text for name, text in first.values.items() if name.partition(".")[0] not in FIRST_ALONE}
-    for rank, own in enumerate(ranks):
-        values |= {f"{name} of rank {rank}": text for name, text in own.own.items()}
-        for key, found in own.numbers.items():
-            held = numbers.setdefault(key, {})
-            odd = [(name, number) for name, number in found.items() if held.setdefault(name, number) != number]
-            if odd and own.partitioned and key != "step":
-                unproven[key] = "it is a number of each partition"
-                continue
-            mismatches += [Mismatch(key, n, f"is {v:g} on rank {rank}, but {held[n]:g} before it") for n, v in odd]
-        for mine, options in zip(own.groups, first.groups, strict=False):
-            different = sorted(k for k in mine.keys() & options.keys() if mine[k] != options[k])
-            if own.partitioned:
-                unproven |= dict.fromkeys(different, "it is a hyper-parameter of each partition")
-            else:
-                mismatches += [Mismatch(key, "", f"differs between ranks 0 and {rank}") for key in different]
-        if rank and own.values != there:
-            names = sorted(n for n in there.keys() | own.values.keys() if own.values.get(n) != there.get(n))
-            mismatches += [Mismatch(name, "", f"differs between ranks 0 and {rank}") for name in names]
+    partitioned = any(own.partitioned for own in ranks)
+    everyone = range(len(ranks))
+    apart: dict[Item, Mapping[str | None, Sequence[int]]] = {}
+    numbers: dict[str, dict[str, float]] = {}
+    for own in _distinct(ranks, lambda rank: rank.numbers):
+        for key, held in own.numbers.items():
+            for name, number in held.items():
+                numbers.setdefault(key, {}).setdefault(name, number)
+    texts = _apart(ranks, lambda rank: rank.numbers, _numbers, lambda item: holders.get(item[1], everyone))
+    apart |= texts
+    if partitioned:
+        unproven |= {key: OF_PARTITIONS for (key, _), found in texts.items() if key != STEP and None not in found}
+    in_groups = _apart(ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda name: holders.get(name, ()))
+    for name, options in in_groups.items():
+        by_key = _by_key(options)
+        apart |= {(key, of_group(name)): found for key, found in by_key.items()}
+        if partitioned and None not in options:
+            unproven |= dict.fromkeys(by_key, "it is a hyper-parameter of each partition")
+    values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
+    differing = {name for (name, _), found in values.items() if _is_client(name)}
+    apart |= values
+    groups: dict[tuple[tuple[str, str], ...], int] = {}
+    group_of: dict[str, int] = {}
+    for own in _distinct(ranks, lambda rank: (rank.groups, rank.group_of)):
+        plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in own.groups]
+        numbered = [groups.setdefault(options, len(groups)) for options in plain]
+        for name, group in own.group_of.items():
+            group_of.setdefault(name, numbered[group])
     state = StateDigest(
         tensors=tensors,
         numbers={key: found for key, found in numbers.items() if key not in unproven},
-        groups=[{k: text for k, text in options.items() if k not in unproven} for options in first.groups],
-        group_of={name: group for own in ranks for name, group in own.group_of.items()},
-        values=values,
+        groups=[dict(options) for options in groups],
+        group_of=group_of,
+        values=dict(ranks[0].values)
+        | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
+        differing=frozenset(differing | buffers.keys()),
     )
-    return Merged(state, mismatches, unproven, buffers)
+    return Merged(state, mismatches, apart, unproven, buffers)
+
+
+OF_PARTITIONS = "it is a number of each partition"
+"""Why a number of an optimizer that steps on partitions is left out."""
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=Hashable)
+Options = tuple[tuple[str, str], ...]
+"""Hyper-parameters of a group, sorted by name."""
+
+
+def _is_client(name: str) -> bool:
+    """Return whether a value is the user's: a save keeps the first rank's."""
+    return name.partition(".")[0].partition("[")[0] == CLIENT_STATE
+
+
+def _distinct(ranks: Sequence[RankDigest], of: Callable[[RankDigest], Any]) -> list[RankDigest]:
+    """Return the first rank with each object: ranks that sent the same text share it."""
+    found: dict[Any, RankDigest] = {}
+    for own in ranks:
+        found.setdefault(_identity(of(own)), own)
+    return list(found.values())
+
+
+def _identity(found: Any) -> Any:
+    return tuple(map(id, found)) if isinstance(found, tuple) else id(found)
+
+
+def _apart(
+    ranks: Sequence[RankDigest],
+    of: Callable[[RankDigest], T],
+    texts: Callable[[T], Iterable[tuple[K, V]]],
+    holders: Callable[[K], Iterable[int]],
+) -> dict[K, dict[V | None, list[int]]]:
+    """Return the items that are not the same on all ranks that must have them, each with the ranks of each text.
+
+    Args:
+        ranks: The digests of each rank.
+        of: Returns the items of a rank.
+        texts: Returns items and their texts.
+        holders: Returns the ranks that must have an item if one has it.
+    """
+    owners: dict[Any, tuple[T, list[int]]] = {}
+    for rank, own in enumerate(ranks):
+        owners.setdefault(_identity(of(own)), (of(own), []))[1].append(rank)
+    if len(owners) == 1:
+        return {}
+    found: dict[K, dict[V | None, list[int]]] = {}
+    for held, numbers in owners.values():
+        for item, text in texts(held):
+            found.setdefault(item, {}).setdefault(text, []).extend(numbers)
+    result = {}
+    for item, by_text in found.items():
+        there = {rank for numbers in by_text.values() for rank in numbers}
+        lacking = [rank for rank in holders(item) if rank not in there]
+        if lacking:
+            by_text[None] = lacking
+        if len(by_text) > 1:
+            result[item] = {text: sorted(numbers) for text, numbers in by_text.items()}
+    return result
+
+
+def _numbers(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[Item, str]]:
+    for key, own in found.items():
+        for name, number in own.items():
+            yield (key, name), canonical(number)
+
+
+def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> Iterator[tuple[str, Options]]:
+    groups = [tuple(sorted(options.items())) for options in found[0]]
+    for name, group in found[1].items():
+        yield name, groups[group]
+
+
+def _values(found: Mapping[str, str]) -> Iterator[tuple[Item, str]]:
+    for name, text in found.items():
+        yield (name, ""), text
+
+
+def _by_key(found: Mapping[Options | None, Sequence[int]]) -> dict[str, dict[str | None, list[int]]]:
+    """Return the texts of each hyper-parameter that differs between ranks, from all hyper-parameters of each rank."""
+    texts: dict[str, dict[str | None, list[int]]] = {}
+    keys = dict.fromkeys(key for options in found for key, _ in options or ())
+    for options, ranks in found.items():
+        own = dict(options or ())
+        for key in keys:
+            texts.setdefault(key, {}).setdefault(own.get(key), []).extend(ranks)
+    return {key: own for key, own in texts.items() if len(own) > 1}
 
 
 def _merge_parts(
-    ranks: Sequence[RankDigest],
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, dict[int, int]]]:
+    ranks: Sequence[RankDigest], *, whole: bool
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, dict[int, int]], dict[str, list[int]]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
+
+    Returns:
+        The tensors; contradictions; the digests of the buffers that differ; and the ranks that have elements of each
+        parameter.
     """
     numbers: dict[Part, int] = {}
     indexes: dict[int, NDArray[np.uint64]] = {}
@@ -196,7 +358,7 @@ def _merge_parts(
         if part.is_buffer:
             odd.add(int(tensor[index]))
             continue
-        problem = f"differs between ranks {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
+        problem = f"{APART} {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
     buffers = {
         parts[n].name: {int(rank[at]): digests.joined(rows[at, 2:]) for at in np.flatnonzero(tensor == n)} for n in odd
@@ -205,13 +367,45 @@ def _merge_parts(
     unique, owners = rows[firsts], tensor[firsts]
     edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))
     sums = np.add.reduceat(unique[:, 1:], edges, axis=0) if len(unique) else unique[:, 1:]
-    for part, (covered, low, high) in zip(parts, sums.tolist(), strict=True):
+    bounds = np.append(np.searchsorted(tensor, np.arange(len(parts), dtype=np.uint64)), len(tensor)).tolist()
+    of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
+    weights: dict[str, int] = {}
+    retyped: set[str] = set()
+    for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
-        if covered != total:
+        if part.name in tensors.setdefault(part.key, {}):
+            where = on_ranks(sorted({*rank[of_tensor[number]].tolist()}))
+            mismatches.append(Mismatch(part.key, part.name, f"has another type or shape{where}"))
+            retyped.add(part.name)
+        elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
             mismatches.append(Mismatch(part.key, part.name, problem))
-        if part.name in tensors.setdefault(part.key, {}):
-            mismatches.append(Mismatch(part.key, part.name, "has another type or shape on another rank"))
         one = TensorDigest(part.dtype, part.shape, digests.joined(np.array([low, high], dtype=np.uint64)))
         tensors[part.key].setdefault(part.name, one)
-    return tensors, mismatches, buffers
+        if part.key in {WEIGHTS, MODULE} and (part.name not in weights or parts[weights[part.name]].key != WEIGHTS):
+            weights[part.name] = number
+    for number, part in enumerate(parts if whole else ()):
+        if part.key in {WEIGHTS, MODULE, GATHERED} or part.name in retyped or part.name not in weights:
+            continue
+        there, of_weights = (places[of_tensor[n]] for n in (number, weights[part.name]))
+        if part.shape == parts[weights[part.name]].shape:
+            if not np.array_equal(there, of_weights):
+                mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
+        elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
+            mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
+    return tensors, mismatches, buffers, holders
+
+
+def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[int]:
+    """Return the ranks that have a part of the weights, and none of a state."""
+    return sorted({*map(int, of_weights[:, 0])} - {*map(int, own[:, 0])})
+
+
+def _other_rows(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> str:
+    """Return how the parts of a state differ from the parts of the weights: rank, place and elements of each."""
+    if lacking := _lacking(own, of_weights):
+        return f"is missing{on_ranks(lacking)}"
+    odd = {*map(tuple, own.tolist())} ^ {*map(tuple, of_weights.tolist())}
+    return f"has other elements than the weights{on_ranks(sorted({int(one[0]) for one in odd}))}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool import digests
 from ckpttool.messages import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WEIGHTS = "weights"
 """A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
@@ -16,10 +18,14 @@ WEIGHTS = "weights"
 
 GATHERED = "gathered"
 """State of live weights that a rank keeps whole beside its partition, as ZeRO-3 does with small parameters."""
+STEP = "step"
+"""The number that counts steps of the optimizer."""
 NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "name"})
 """Keys of a parameter group that say which parameters it has."""
 SHOWN = 60
 """Most characters of a value in a message."""
+NOT_COMPARED = "?"
+"""Begins the text of a value that cannot be compared."""
 LONG = 200
 """Characters above which the text of plain data is replaced by its hash."""
 
@@ -76,6 +82,8 @@ class StateDigest:
     """Index of each trained parameter's group."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Other values by name, as ``canonical`` text: counters, scheduler, loss scale, client state."""
+    differing: frozenset[str] | None = None
+    """Buffers and values that were not the same on all ranks, whose first rank's are here; None if unknown."""
 
     @property
     def count(self) -> int:
@@ -90,6 +98,7 @@ class StateDigest:
             "groups": [dict(options) for options in self.groups],
             "group_of": _packed(self.group_of),
             "values": dict(self.values),
+            **({} if self.differing is None else {"differing": sorted(self.differing)}),
         }
 
     @classmethod
@@ -111,81 +120,43 @@ class StateDigest:
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
             group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
             values={str(name): str(text) for name, text in found["values"].items()},
+            differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
         )
 
-    def mismatches(self, live: StateDigest) -> list[Mismatch]:
-        """Return the differences of a live state; parts that only the live state has are not compared."""
-        result = []
-        for key, tensors in self.tensors.items():
-            there = live.tensors.get(key, {})
-            result += [Mismatch(key, name, why) for name, own in tensors.items() if (why := _why(own, there.get(name)))]
-        for key, numbers in self.numbers.items():
-            held = live.numbers.get(key, {})
-            for name, number in numbers.items():
-                if name not in held:
-                    result.append(Mismatch(key, name, f"is missing, but was saved as {number:g}"))
-                elif held[name] != number:
-                    result.append(Mismatch(key, name, f"is {held[name]:g}, but was saved as {number:g}"))
-        result += self._mismatched_groups(live)
-        for name, text in self.values.items():
-            found = live.values.get(name)
-            if found != text:
-                is_now = "is missing" if found is None else f"is {_short(found)}"
-                result.append(Mismatch(name, "", f"{is_now}, but was saved as {_short(text)}"))
-        return result
 
-    def _mismatched_groups(self, live: StateDigest) -> list[Mismatch]:
-        """Compare the hyper-parameters by parameter, because groups may have another order; name each one once."""
-        pairs: dict[tuple[int, int], str] = {}
-        for name, group in self.group_of.items():
-            if name in live.group_of:
-                pairs.setdefault((group, live.group_of[name]), name)
-        result = []
-        for (saved, own), name in pairs.items():
-            there = live.groups[own]
-            for key, text in self.groups[saved].items():
-                if key in there and there[key] != text:
-                    problem = f"is {_short(there[key])}, but was saved as {_short(text)}"
-                    result.append(Mismatch(key, f"the group of {name}", problem))
-        return result
-
-
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """Return a value's text for a message."""
     return printable(text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
-
-
-def _why(saved: TensorDigest, live: TensorDigest | None) -> str:
-    """Return how a live tensor differs from the saved one; "" if it does not."""
-    if live is None:
-        return "is missing"
-    one = math.prod(saved.shape) == math.prod(live.shape) == 1  # universal checkpoints have no 0-dim tensors
-    same_kind = digests.kind_of(saved.dtype) == digests.kind_of(live.dtype)
-    if not same_kind or (saved.shape != live.shape and not one):
-        return f"is {live.dtype} {list(live.shape)}, but was saved as {saved.dtype} {list(saved.shape)}"
-    types = f": it is {live.dtype}, and was {saved.dtype}" if saved.dtype != live.dtype else ""
-    return "" if saved.value == live.value else f"has other values than were saved{types}"
 
 
 def _packed(numbers: Mapping[str, float]) -> list[list[Any]]:
     """Return numbers by name as JSON data: each number with its names."""
-    names: dict[float, list[str]] = {}
+    found: dict[str, list[Any]] = {}  # by text: 0.0 equals -0.0, and NaN not itself
     for name, number in numbers.items():
-        names.setdefault(number, []).append(name)
-    return [[number, own] for number, own in names.items()]
+        found.setdefault(repr(number), [number, []])[1].append(name)
+    return list(found.values())
 
 
 def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, float]:
     return {str(name): number for number, names in found for name in names}
 
 
-def canonical(value: Any, tensor: Any = None) -> str:
-    """Return plain data as text, or the hash of a long text: equal values have one, whatever the types of containers.
+def canonical(value: Any, tensor: Callable[[Any], str | None] | None = None) -> str:
+    """Return a value as text, or the hash of a long text: equal values have one, whatever the types of containers.
+
+    Objects count by what pickle would store of them.
 
     Args:
-        value: The data. Objects of other classes count by their class alone.
-        tensor: Function that returns the text of a tensor or an array; None for plain data.
+        value: The value.
+        tensor: Function that returns the text of a tensor or an array, and None for any other object.
+
+    Returns:
+        The text; ``NOT_COMPARED`` and the name of a class for a value that cannot be written as text.
     """
-    text = _text(value, tensor)
+    try:
+        text = _text(value, tensor)
+    except Exception as error:  # an object may raise any
+        return NOT_COMPARED + (str(error) if isinstance(error, _NoTextError) else _class(value))
     if len(text) <= LONG:
         return text
     import hashlib  # importing it takes longer than reading most checkpoints
@@ -193,7 +164,7 @@ def canonical(value: Any, tensor: Any = None) -> str:
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-def leaves(path: str, value: Any, tensor: Any = None) -> dict[str, str]:
+def leaves(path: str, value: Any, tensor: Callable[[Any], str | None] | None = None) -> dict[str, str]:
     """Return the items of nested dicts and lists as ``canonical`` text, by "path.key.0".
 
     Args:
@@ -201,24 +172,52 @@ def leaves(path: str, value: Any, tensor: Any = None) -> dict[str, str]:
         value: The data.
         tensor: As for ``canonical``.
     """
-    if isinstance(value, Mapping):
-        pairs = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list | tuple):
+    if value is None or (isinstance(value, Mapping | list | tuple) and not value):
+        return {}
+    return _leaves(path, value, tensor)
+
+
+def _leaves(path: str, value: Any, tensor: Callable[[Any], str | None] | None) -> dict[str, str]:
+    if isinstance(value, Mapping) and value:
+        pairs = items_of(value)
+    elif isinstance(value, list | tuple) and value:
         pairs = [(str(n), item) for n, item in enumerate(value)]
     else:
         return {path: canonical(value, tensor)}
-    return {name: text for key, item in pairs for name, text in leaves(f"{path}.{key}", item, tensor).items()}
+    return {name: text for key, item in pairs for name, text in _leaves(f"{path}.{key}", item, tensor).items()}
 
 
-def _text(value: Any, tensor: Any) -> str:
+def items_of(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """Return the items of a mapping by their keys as text; a key of another type than another's text is quoted."""
+    return [
+        (key if isinstance(key, str) else repr(key) if str(key) in values else str(key), item)
+        for key, item in values.items()
+    ]
+
+
+class _NoTextError(Exception):
+    """A value has no text; the message is the name of its class."""
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _text(value: Any, tensor: Callable[[Any], str | None] | None) -> str:
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int):
         return repr(int(value))
     if isinstance(value, float):
-        return repr(int(value)) if value.is_integer() else repr(float(value))
-    if isinstance(value, str | bytes):
+        return repr(int(value)) if value.is_integer() and (value or math.copysign(1, value) > 0) else repr(float(value))
+    if isinstance(value, str | bytes | range):
         return repr(value)
+    if isinstance(value, complex):
+        return f"complex({_text(value.real, tensor)}, {_text(value.imag, tensor)})"
+    if (found := None if tensor is None else tensor(value)) is not None:
+        if found.startswith(NOT_COMPARED):
+            raise _NoTextError(found.removeprefix(NOT_COMPARED))
+        return found
     if isinstance(value, Mapping):
         pairs = sorted((_text(k, tensor), _text(v, tensor)) for k, v in value.items())
         return "{" + ", ".join(f"{k}: {v}" for k, v in pairs) + "}"
@@ -226,5 +225,24 @@ def _text(value: Any, tensor: Any) -> str:
         return "[" + ", ".join(_text(item, tensor) for item in value) + "]"
     if isinstance(value, set | frozenset):
         return "{" + ", ".join(sorted(_text(item, tensor) for item in value)) + "}"
-    found = None if tensor is None else tensor(value)
-    return found if found is not None else type(value).__name__
+    return _object(value, tensor)
+
+
+def _object(value: Any, tensor: Callable[[Any], str | None] | None) -> str:
+    """Return the text of an object: its class, and what pickle stores of it."""
+    if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+        if "<" in value.__qualname__:  # a lambda, or a function in a function
+            raise _NoTextError(f"{value.__module__}.{value.__qualname__}")
+        return f"{value.__module__}.{value.__qualname__}"
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception as error:
+        raise _NoTextError(_class(value)) from error
+    if isinstance(reduced, str):
+        return f"{_class(value)}({reduced})"
+    made, arguments, state, *parts = (*reduced, None, None, None)[:5]
+    if isinstance(state, tuple) and len(state) == 2 and not state[0]:
+        state = state[1]  # of slots
+    arguments = arguments[getattr(made, "__name__", "") == "__newobj__" :]  # without the class
+    stored = [*arguments, state, *(None if part is None else [*part] for part in parts)]
+    return f"{_class(value)}({', '.join(_text(part, tensor) for part in stored if part is not None)})"

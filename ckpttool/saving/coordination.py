@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckpttool.errors import CkptError
 from ckpttool.messages import brief
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 SHORTEST_PAUSE = 0.001
 """Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
@@ -276,6 +278,40 @@ def agree_to_begin(
         if own is not None:
             raise own from None
         raise
+
+
+def exchange(ranks: Ranks, what: str, own: Callable[[], T], decide: Callable[[list[T]], R], *, timeout: float) -> R:
+    """Return the decision of rank 0 on a value of each rank; an error of any rank is raised on all.
+
+    Args:
+        ranks: The ranks.
+        what: Name of the task, for error messages.
+        own: Returns the value of this rank: JSON data.
+        decide: Called on rank 0 with the values of all ranks; returns JSON data.
+        timeout: Seconds that a rank may lag.
+
+    Raises:
+        CkptError: The error of ``own`` on the first rank that failed, with its number, or of ``decide``.
+        RankError: A rank sent no value in time.
+    """
+    message: dict[str, Any] = {"value": None, "error": None}
+    try:
+        message["value"] = own()
+    except CkptError as error:
+        message["error"] = error_to_data(error)
+    except Exception as error:
+        LOG.warning("%s: this rank failed", what, exc_info=error)
+        message["error"] = error_to_data(RankError(what, f"{type(error).__name__}: {error}", "see its log"))
+
+    def decided(messages: list[Any]) -> R:
+        for rank, other in enumerate(messages):
+            if other["error"] is not None:
+                failed = error_from_data(other["error"])
+                raise type(failed)(failed.path, f"rank {rank}: {failed.problem}", failed.hint, failed.options)
+        return decide([other["value"] for other in messages])
+
+    found: R = ranks.agree(what, message, decided, timeout=timeout)
+    return found
 
 
 def _in_words(error: Exception) -> str:

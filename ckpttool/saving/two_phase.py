@@ -247,8 +247,8 @@ def _merged(messages: Sequence[Mapping[str, str] | None]) -> dict[str, Any] | No
     if len(own) < len(messages):
         return None
     parsed: dict[str, Any] = {}
-    merged = merge([RankDigest.from_json(message, parsed) for message in own])
-    for mismatch in merged.mismatches[:MOST_WARNINGS]:
+    merged = merge([RankDigest.from_json(message, parsed) for message in own], whole=False)
+    for mismatch in merged.contradictions[:MOST_WARNINGS]:
         LOG.warning("the saved state is inconsistent: %s", mismatch)
     return merged.state.to_json()
 

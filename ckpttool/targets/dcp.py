@@ -191,6 +191,8 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
         listed = list(group.listed or group.parameters)
         if not names.flat:
             options["params"] = listed
+        if not names.flat or group.named:  # flat keys repeat the whole list for each parameter
+            options["param_names"] = listed  # an optimizer made from named_parameters() asks for it
         for name in listed if names.flat else ("",):
             for key, value in options.items():
                 path: Path = (*names.optimizer, "param_groups", g, key)
@@ -212,9 +214,7 @@ def _states(
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:
             yield _tensor(builder, path(key), state, state.dtype)
-    if parameter.group is None or not 0 <= parameter.group < len(checkpoint.groups):
-        return
-    for key, scalar in checkpoint.groups[parameter.group].scalars.items():
+    for key, scalar in checkpoint.numbers(parameter).items():
         if key in parameter.states and key != STEP:
             continue
         yield _scalar_entry(builder, path(key), scalar.value, scalar.dtype or "F32", scalar.shape)

@@ -154,7 +154,7 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
         keys.update({name: len(keys) + n if numbered else name for n, name in enumerate(listed)})
         options = file.torch.hyperparameters(group_options(checkpoint, number))
         plain = len(checkpoint.groups) == 1 and listed == [name for name in order if name in listed]
-        if numbered and (not plain or checkpoint.unsharded):
+        if group.named or (numbered and (not plain or checkpoint.unsharded)):
             options["param_names"] = listed  # torch's own key; without it, numbers of several groups have no names
         groups.append({**options, "params": [keys[name] for name in listed]})
     state: dict[Any, dict[str, Any]] = {}
@@ -165,8 +165,7 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
 
 
 def _states(checkpoint: Checkpoint, parameter: Parameter, file: _RankFile) -> Iterator[tuple[str, Any]]:
-    scalars = checkpoint.groups[parameter.group or 0].scalars
-    for key, scalar in scalars.items():
+    for key, scalar in checkpoint.numbers(parameter).items():
         if key not in parameter.states:
             yield key, file.torch.number(scalar.value, scalar.dtype or "F32", scalar.shape)
     for key, state in parameter.states.items():

@@ -37,6 +37,7 @@ from ckpttool.targets.torch import (
     without_tensors,
 )
 from ckpttool.targets.zero.layout import sliced_by_autotp
+from ckpttool.targets.zero.match import check_partitionable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,11 +133,6 @@ def _dropped_scalars(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> I
         yield f"DeepSpeed's universal load drops {key}; a zero checkpoint keeps it"
 
 
-def _nonpartitionable(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
-    for what in checkpoint.nonpartitionable:
-        yield f"{what}: belongs to no parameter, so that a universal checkpoint cannot hold it; a zero checkpoint may"
-
-
 def _round_robin(checkpoint: Checkpoint, _trained: Sequence[Parameter]) -> Iterator[str]:
     zero = checkpoint.ds_config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("round_robin_gradients"):
@@ -210,7 +206,6 @@ _RULES: tuple[_Rule, ...] = (
     _other_states,
     _muon,
     _dropped_scalars,
-    _nonpartitionable,
     _round_robin,
     _scaler,
     _slices,
@@ -245,11 +240,12 @@ def plan_universal(checkpoint: Checkpoint, *, tag: str, consistency: Consistency
         consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: The checkpoint contains no optimizer states, lacks the group of a parameter, or has a name that is
-            not a valid directory name.
+        PlanError: The checkpoint contains no optimizer states, or states that no other layout stores; it lacks the
+            group of a parameter, or has a name that is not a valid directory name.
     """
     _check_tag(tag)
     groups = _check_groups(checkpoint)
+    check_partitionable(checkpoint, "write its weights with ckpttool consolidate")
     builder = CopyBuilder(checkpoint)
     files = [
         *_parameter_files(checkpoint, builder, tag, groups),

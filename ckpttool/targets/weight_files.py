@@ -15,7 +15,7 @@ from ckpttool.arguments import check_choice, checked_size
 from ckpttool.containers import safetensors
 from ckpttool.dtypes import DTYPES, TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, VERSION
+from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, UNEVEN, VERSION
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.formats.sidecars import SidecarFile
-    from ckpttool.model import Checkpoint, ParamGroup
+    from ckpttool.model import Checkpoint, ParamGroup, ScalarState
     from ckpttool.plan import ConsistencyChecks
 
 
@@ -215,8 +215,9 @@ def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str
     losses = [f"not kept: {name}, which belongs to no parameter" for name in checkpoint.nonpartitionable]
     if scales_losses(checkpoint.loss_scaler):
         losses.append("not kept: the loss scale; a resumed fp16 run begins with a new one")
+    numbers = {p.name: _numbers(p.numbers) for p in checkpoint.parameters if p.numbers}
     described: dict[str, Any] = {
-        "version": VERSION,
+        "version": UNEVEN if numbers else VERSION,
         "save": fingerprint(checkpoint),
         "step": checkpoint.step,
         "samples": checkpoint.samples,
@@ -228,6 +229,8 @@ def _description(checkpoint: Checkpoint, keys: list[str]) -> tuple[str, list[str
         "buffers": [buffer.name for buffer in checkpoint.buffers],
     }
     slicings = {p.name: p.slicing for p in checkpoint.parameters if p.slicing != BY_ROWS}
+    if numbers:
+        described["numbers"] = numbers
     if slicings:
         described["slicings"] = {
             name: {"dim": s.dim, "parts": s.parts, "view": _json(s.view), "vocabulary": s.vocabulary}
@@ -262,10 +265,11 @@ def _group(group: ParamGroup, number: int, losses: list[str]) -> dict[str, Any]:
             options |= _json({key: value})
         except _NoJsonError:
             losses.append(f"not kept: hyper-parameter {key} of group {number}, which JSON cannot hold")
-    scalars: Mapping[str, Any] = {
-        key: {"value": _json(s.value), "dtype": s.dtype, "shape": list(s.shape)} for key, s in group.scalars.items()
-    }
-    return {"parameters": list(group.parameters), "hyperparameters": options, "scalars": scalars}
+    return {"parameters": list(group.parameters), "hyperparameters": options, "scalars": _numbers(group.scalars)}
+
+
+def _numbers(numbers: Mapping[str, ScalarState]) -> dict[str, Any]:
+    return {key: {"value": _json(s.value), "dtype": s.dtype, "shape": list(s.shape)} for key, s in numbers.items()}
 
 
 def _json(value: object) -> Any:

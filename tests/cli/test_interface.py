@@ -231,7 +231,7 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert told["location"] == tag_directory(name)
     assert list(told["topology"]) == ["data_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel"]
-    assert list(told["parameters"][0]) == ["name", "shape", "numel", "group", "frozen", "states"]
+    assert list(told["parameters"][0]) == ["name", "shape", "numel", "group", "frozen", "states", "numbers"]
     assert list(told["files"][0]) == ["name", "nbytes", "kind", "rank", "model_rank"]
     assert [list(g) for g in told["groups"][:1]] in ([], [["parameters", "hyperparameters", "scalars"]])
     one = _json("inspect", source(name), "--param", told["parameters"][0]["name"])

@@ -457,11 +457,11 @@ def swapped_groups(run: Run) -> list[list[str]]:
     return [names for key in keys for names in _of_groups(run, key, 0, 1)]
 
 
-@_fault("one rank alone has another learning rate", where="differs between ranks")
-def one_rate(run: Run) -> list[str]:
+@_fault("one rank alone has another learning rate", where=" on rank ")
+def one_rate(run: Run) -> list[list[str]]:
     if dist.get_rank() == dist.get_world_size() - 1:
         run.optimizer.param_groups[-1]["lr"] = 0.7
-    return ["lr"]
+    return _of_groups(run, "lr", len(run.optimizer.param_groups) - 1)
 
 
 def _two_groups(job: dict[str, Any]) -> bool:

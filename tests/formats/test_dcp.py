@@ -127,7 +127,9 @@ def test_different_steps_in_a_group_are_reported_and_not_merged(model: torch.nn.
     weights, states = _optimizer(model, **{"0_weight": 7})
     saved = _save({"model": weights, "optim": states}, tmp_path / "x")
     checkpoint = open_checkpoint(str(saved))
-    assert checkpoint.nonpartitionable == ("group 0: step, which differs among its parameters",)
+    assert checkpoint.of_one_layout == ("group 0: step, which differs among its parameters",)
+    steps = {p.name: checkpoint.numbers(p)["step"].value for p in checkpoint.parameters if not p.frozen}
+    assert steps == {**dict.fromkeys(steps, 1.0), "0.weight": 7.0}
     assert len(checkpoint.groups) == 2
     with pytest.raises(PlanError, match="group 0: step, which differs among its parameters"):
         ckpttool.convert(saved, tmp_path / "out", to="zero", world_size=1, stage=1, dtype="bf16")

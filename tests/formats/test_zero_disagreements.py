@@ -175,25 +175,28 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
         open_checkpoint(str(root))
 
 
-def _count_like_fused_adam(file: dict[str, Any], steps: tuple[float, float]) -> None:
-    """Let the last parameter of each group have another step than the others."""
+def _count_in_the_last(file: dict[str, Any], steps: tuple[float, float], *, in_groups: bool) -> None:
+    """Let the last parameter of each group have another step than the others; FusedAdam has a step in its groups."""
     optimizer = file["optimizer"]
     for group in optimizer["param_groups"]:
+        group.update({"step": 0} if in_groups else {})
         for number in group["params"]:
             last = number == group["params"][-1]
             optimizer["state"][number]["step"] = torch.tensor(steps[last])
 
 
-@pytest.mark.parametrize("first", [0.0, 1.0])
-def test_parameters_without_zero_count_their_own_steps(first: float, checkpoint_copy: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("in_groups", [False, True], ids=["torch", "fused"])
+def test_parameters_without_zero_count_their_own_steps(in_groups: bool, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero0-dp2-fp32")
-    _edit(root / "global_step3" / MODEL, lambda file: _count_like_fused_adam(file, (first, 3.0)))
+    _edit(root / "global_step3" / MODEL, lambda file: _count_in_the_last(file, (1.0, 3.0), in_groups=in_groups))
     found = open_checkpoint(str(root))
-    assert [group.scalars["step"].value for group in found.groups] == [3.0, 3.0]
-    assert found.nonpartitionable == ()
-    assert [r for r in found.remarks if "took 1 to 3 steps" in r] == [
-        f"parameters of group {g} took 1 to 3 steps: another layout counts 3" for g in (0, 1) if first
-    ]
+    steps = [[found.numbers(p)["step"].value for p in found.parameters if p.group == g] for g in (0, 1)]
+    if in_groups:
+        assert {*steps[0], *steps[1]} == {3.0}
+        assert found.of_one_layout == ()
+    else:
+        assert [sorted(own) for own in steps] == [[1.0] * (len(own) - 1) + [3.0] for own in steps]
+        assert found.of_one_layout == tuple(f"group {g}: step, which differs among its parameters" for g in (0, 1))
 
 
 def _rms(file: dict[str, Any], rank: int) -> None:

@@ -172,6 +172,7 @@ class _Trained:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.net(torch.randn(5, 4)).pow(2).sum().backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
         self.scheduler.step()
 
     def save(self, path: Path) -> Path:
@@ -304,6 +305,7 @@ def test_schedulers_of_every_form_in_a_distributed_checkpoint(kind: str, tmp_pat
     scheduler = SCHEDULERS[kind](optimizer)
     net(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
     scheduler.step(*([1.0] if kind == "plateau" else []))
     weights, states = get_state_dict(net, optimizer)
     loader = {"last_epoch": 7, "position": 3}
@@ -334,6 +336,7 @@ def test_several_optimizers(apart: bool, tmp_path: Path) -> None:
     net(torch.ones(2, 6)).square().sum().backward()
     for optimizer in optimizers:
         optimizer.step()
+        optimizer.zero_grad()
     weights, states = get_state_dict(net, optimizers)
     saved = {f"optim{n}": get_optimizer_state_dict(net, one) for n, one in enumerate(optimizers)}
     dcp.save({"model": weights, **(saved if apart else {"optim": states})}, checkpoint_id=str(tmp_path), no_dist=True)

@@ -32,7 +32,7 @@ def test_parts_add_up_and_replicas_count_once() -> None:
         ([_rank((0, 4, 1)), _rank((0, 4, 2))], "weights of a differs between ranks 0 and 1, which have the same part"),
         ([_rank((0, 2, 1)), _rank()], "weights of a has parts of 2 elements on all ranks, of 4"),
         ([_rank((0, 2, 1)), _rank((1, 3, 1))], "weights of a has parts of 5 elements on all ranks, of 4"),
-        ([_rank((0, 4, 1)), _rank((0, 4, 1), dtype="BF16")], "weights of a has another type or shape on another rank"),
+        ([_rank((0, 4, 1)), _rank((0, 4, 1), dtype="BF16")], "weights of a has another type or shape on rank 1"),
         ([_rank((BOX | 5, 2, 1)), _rank((BOX | 7, 1, 1))], "weights of a has parts of 3 elements on all ranks, of 4"),
     ],
 )
@@ -56,7 +56,9 @@ def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:
             _rank((0, 4, 1), numbers={"step": {"a": 3.0}, "d": {"a": n}}, partitioned=partitioned) for n in (1.0, 2.0)
         ]
         found = merge(ranks)
-        assert list(map(str, found.mismatches)) == ([] if partitioned else ["d of a is 2 on rank 1, but 1 before it"])
+        assert list(map(str, found.contradictions)) == (
+            [] if partitioned else ["d of a is 2 on rank 1, but 1 on rank 0"]
+        )
         assert [*found.unproven] == (["d"] if partitioned else [])
         assert ("d" in found.state.numbers) != partitioned
         assert found.state.numbers["step"] == {"a": 3.0}
@@ -65,11 +67,12 @@ def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:
 def test_values_of_ranks_must_agree_but_for_the_first_ranks_and_their_own() -> None:
     ranks = [
         _rank((0, 4, 1), values={"scheduler.t": "1", "client_state.x": "2"}, own={"rank_state": "a"}),
-        _rank((0, 4, 1), values={"scheduler.t": "1"}, own={"rank_state": "b"}),
+        _rank((0, 4, 1), values={"scheduler.t": "1", "client_state.x": "3"}, own={"rank_state": "b"}),
         _rank((0, 4, 1), values={}, own={"rank_state": "c"}),
     ]
     found = merge(ranks)
-    assert list(map(str, found.mismatches)) == ["scheduler.t differs between ranks 0 and 2"]
+    assert list(map(str, found.contradictions)) == ["scheduler.t is missing on rank 2, but 1 on ranks 0, 1"]
+    assert found.state.differing == frozenset({"client_state.x"})
     assert found.state.values == {
         "scheduler.t": "1", "client_state.x": "2",
         "rank_state of rank 0": "a", "rank_state of rank 1": "b", "rank_state of rank 2": "c",
@@ -80,7 +83,7 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
     rank = _rank(
         (0, 2, LARGEST), (BOX | 9, 2, 5), numbers={"step": {"a": 3.0}}, groups=[{"lr": "0.1"}], group_of={"a": 0},
         values={"global_steps": "3"}, own={"rank_state": "x"}, aliases={"b": "a"}, unproven={"m": "why"},
-        partitioned=True, frozen=["c"], trains=True, others=["d"],
+        partitioned=True, frozen=["c"], trains=True, others=["d"], pending="gradients",
     )  # fmt: skip
     parsed: dict[str, Any] = {}
     for _ in range(2):

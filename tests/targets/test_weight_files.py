@@ -133,7 +133,7 @@ def test_states_without_weights_or_with_a_missing_part_are_refused(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2}, "has version 2"),
+        ({"version": 3}, "has version 3"),
         ({"groups": [{}]}, "its description of the optimizer is broken"),
         ({"buffers": ["no.such"]}, r"names .no\.such., which the weights beside it lack"),
         ({"states": ["exp_avg"]}, r"holds .exp_avg_sq\..*, which the description does not list"),

@@ -324,6 +324,8 @@ class Partitions(NamedTuple):
     """Trainable parameter to its partitioned states."""
     frozen: Mapping[str, State] = _NONE
     """Frozen parameter to its 16-bit copy, if partitioned or listed; the module has the others."""
+    numbers: Mapping[str, Mapping[str, ScalarState]] = _NONE
+    """Trainable parameter to its numbers that differ within its group."""
     groups: tuple[ParamGroup, ...] = ()
     """Parameter groups."""
     nonpartitionable: tuple[str, ...] = ()
@@ -343,6 +345,7 @@ def merge_partitions(parts: Sequence[Partitions]) -> Partitions:
     return Partitions(
         states={name: states for part in parts for name, states in part.states.items()},
         frozen={name: state for part in parts for name, state in part.frozen.items()},
+        numbers={name: own for part in parts for name, own in part.numbers.items()},
         groups=tuple(group for part in parts for group in part.groups),
         nonpartitionable=tuple(dict.fromkeys(key for part in parts for key in part.nonpartitionable)),
         replicas=tuple(twin for part in parts for twin in part.replicas),

@@ -323,7 +323,7 @@ def _parameters(
                     first.path, f"{name} has shape {shape}, but its {key} copy {state.shape}", "two saves are mixed"
                 )
         group = group_of.get(name, UNKNOWN_GROUP if partitions.unassigned else None)
-        result[name] = Parameter(name, shape, group, states)
+        result[name] = Parameter(name, shape, group, states, numbers=partitions.numbers.get(name, {}))
     return result
 
 
@@ -546,7 +546,7 @@ def _merge_tensor_parallel(slices: Sequence[ModelPart], report: Report) -> Model
                 continue
             states[key], pairs = merge(cut, [h for h in held if h is not None])
             replicas += [Replica(name, a, b) for a, b in pairs]
-        parameters[name] = Parameter(name, cut.shape, parameter.group, states, cut.slicing)
+        parameters[name] = Parameter(name, cut.shape, parameter.group, states, cut.slicing, parameter.numbers)
     replicas += [
         Replica(name, state, s.buffers[name])
         for name, state in first.buffers.items()

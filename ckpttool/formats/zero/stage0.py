@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import posixpath
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
@@ -25,7 +25,7 @@ from ckpttool.formats.zero.partitions import (
     read_group,
     states_of_no_parameter,
 )
-from ckpttool.model import MASTER, MODULE, ScalarState, State
+from ckpttool.model import MASTER, MODULE, ScalarState, State, split_numbers
 from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
@@ -78,8 +78,8 @@ class _GroupStates:
     """Scalar states of the group."""
     odd: list[str]
     """Names of all other states."""
-    remark: str = ""
-    """Remark on steps that differ between parameters; "" if all took the same."""
+    numbers: Mapping[str, Mapping[str, ScalarState]] = field(default_factory=dict)
+    """Numbers of each parameter that differ within the group."""
 
 
 def read_partitions(
@@ -119,8 +119,9 @@ def read_partitions(
         part = _read_optimizer(file, candidates, own, module, (), report)
         renamed = global_names(part.states, rank)
         groups = (replace(g, parameters=tuple(renamed.get(n, n) for n in g.parameters)) for g in part.groups)
-        states = {renamed.get(name, name): states for name, states in part.states.items()}
-        parts.append(part._replace(states=states, groups=tuple(groups)))
+        states = {renamed.get(name, name): own for name, own in part.states.items()}
+        numbers = {renamed.get(name, name): held for name, held in part.numbers.items()}
+        parts.append(part._replace(states=states, numbers=numbers, groups=tuple(groups)))
     return _merge_expert_ranks(parts)
 
 
@@ -202,9 +203,9 @@ def _read_optimizer(
     names = _names_of_groups(optimizer, candidates, experts, module, recorded)
     known = {**candidates, **experts}
     states: dict[str, Mapping[str, State]] = {}
+    numbers: dict[str, Mapping[str, ScalarState]] = {}
     groups = []
     odd: list[str] = []
-    remarks: list[str] = []
     for g, (group, members) in enumerate(zip(optimizer.groups, names, strict=True)):
         if optimizer.flat is not None:
             items = _items(optimizer.states, g)
@@ -212,18 +213,19 @@ def _read_optimizer(
         else:
             found = _listed_states(file, optimizer, g, members or [], known)
         states |= found.states
-        remarks += [found.remark] if found.remark else []
+        numbers |= found.numbers
         odd += [f"group {g}: {key}" for key in ([UNASSIGNED] if members is None else []) + found.odd]
         fields = Fields(file.path, f"{optimizer.base.place} > param_groups[{g}]", group)
         groups.append(read_group([file], [fields], tuple(members or ()), found.scalars, f"group {g}", report))
     unassigned = None in names
     return Partitions(
         states=states,
+        numbers=numbers,
         groups=tuple(groups),
         nonpartitionable=(*dict.fromkeys(odd), *states_of_no_parameter([optimizer.base]).nonpartitionable),
         unassigned=unassigned,
         guessed=frozenset(_guessed(optimizer, names, known, recorded)),
-        remarks=(*remarks, *([SEVERAL_ORDERS] if unassigned else []), *_compression(optimizer)),
+        remarks=(*([SEVERAL_ORDERS] if unassigned else []), *_compression(optimizer)),
     )
 
 
@@ -405,36 +407,30 @@ def _listed_states(
 ) -> _GroupStates:
     """Read the states of a group with separate tensors for each parameter.
 
-    A number that differs between parameters is kept by parameter, and written only to files of the same layout. The
-    step of a group is its largest.
+    FusedAdam and FusedLion keep a step in the group too, and count in the last parameter that they update: the largest
+    step counts for all. Other optimizers count the steps of each parameter that had a gradient.
 
-    Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).
+    Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and ops/lion/fused_lion.py (``step``).
     """
     numbers = optimizer.groups[group]["params"]
     masters = optimizer.masters[group] if optimizer.masters else [None] * len(names)
     if names and len(masters) != len(names):
         raise optimizer.fields.error("fp32_groups", f"does not fit the {len(names)} parameters of group {group}")
     states = {}
-    numbers_of: dict[str, list[ScalarState]] = {}
+    numbers_of: dict[str, dict[str, ScalarState]] = {}
     odd: list[str] = []
     for name, number, master in zip(names, numbers, masters, strict=False):
         weights = known[name] if master is None else _whole(file, master)
         own, own_scalars, own_odd = _states_of(file, _items(optimizer.states, number), weights.shape)
-        for key, scalar in own_scalars.items():
-            numbers_of.setdefault(key, []).append(scalar)
+        numbers_of[name] = own_scalars
         states[name] = {MASTER: weights, **own}
         odd += own_odd
-    remark = ""
-    scalars = {key: found[0] for key, found in numbers_of.items() if all(n == found[0] for n in found)}
-    if (steps := numbers_of.get(STEP)) and STEP not in scalars:
-        # FusedAdam counts in the last parameter of a group; torch's optimizers count only the steps with a gradient.
-        least, scalars[STEP] = (choose(steps, key=lambda step: step.value) for choose in (min, max))
-        if least.value:
-            most = scalars[STEP].value
-            remark = (
-                f"parameters of group {group} took {least.value:g} to {most:g} steps: another layout counts {most:g}"
-            )
-    return _GroupStates(states, scalars, odd + [key for key in numbers_of if key not in scalars], remark)
+    if STEP in optimizer.groups[group]:
+        steps = [own[STEP] for own in numbers_of.values() if STEP in own]
+        last = max(steps, key=lambda step: step.value, default=None)
+        numbers_of = {name: {**own, STEP: last} for name, own in numbers_of.items()} if last else numbers_of
+    shared, uneven = split_numbers(numbers_of, {name: {*own, *states[name]} for name, own in numbers_of.items()})
+    return _GroupStates(states, shared, odd, uneven)
 
 
 def _states_of(

@@ -23,18 +23,18 @@ from ckpttool import digests
 from ckpttool.analysis.digest import SCALER
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import PlanError
-from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, shape_of
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, micro_batches, shape_of
 from ckpttool.integrations.torch.live import (
     LiveState,
     Piece,
     number_of,
     options_of,
-    plain_name,
     scheduler_values,
     tensor_text,
 )
 from ckpttool.model import MODULE
-from ckpttool.model.state_digest import GATHERED, WEIGHTS, canonical
+from ckpttool.model.names import plain_name
+from ckpttool.model.state_digest import GATHERED, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +116,9 @@ def engine_state(live: LiveEngine) -> LiveState:
         partitioned=live.partitions_states,
         frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
         trains=has_optimizer(live.optimizer),
+        pending=f"the gradients of {count} micro batches since the last step"
+        if (count := micro_batches(engine))
+        else "",
         others=live.model.others,
     )
 
@@ -144,7 +147,8 @@ class SavedDigests:
                 continue
             read = self._in_file(piece)
             if read is None and (
-                (piece.whole and rank and not _EXPERT.fullmatch(piece.name)) or (piece.key == MODULE and not waits)
+                (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name)))
+                or (piece.key == MODULE and not waits)
             ):
                 continue
             pieces.append(piece)
@@ -240,23 +244,23 @@ class _Reader:
                 if id(parameter) in self._names:
                     name = self._names[id(parameter)]
                     self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)])
-            if any(cls.__module__.startswith("deepspeed.") for cls in type(inner).__mro__):
-                self._count_by_groups()
+            self._count_by_groups(inner)
             return
         for flat, parts in self._flats():
             for name, start, numel, first in parts:
                 self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
             self._states(inner.state.get(flat, {}), flat, parts)
 
-    def _count_by_groups(self) -> None:
-        """Give each parameter the largest step of its group: FusedAdam, which Muon uses too, counts in the last one.
+    def _count_by_groups(self, optimizer: Any) -> None:
+        """Give each parameter the largest step of a group that has one: FusedAdam counts in the last parameter.
 
-        Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py (``step``).
+        Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and ops/lion/fused_lion.py (``step``).
         """
-        steps = self.numbers.get("step", {})
-        for names in self.live.model.groups if self.live.model is not None else ():
-            own = [name for name in map(self.name_of, names) if name in steps]
-            steps.update(dict.fromkeys(own, max((steps[name] for name in own), default=0.0)))
+        steps = self.numbers.get(STEP, {})
+        for group in optimizer.param_groups:
+            own = [name for p in group["params"] if (name := self._names.get(id(p))) in steps]
+            if STEP in group and own:
+                steps.update(dict.fromkeys(own, max(steps[name] for name in own)))
 
     def _flats(self) -> Iterator[tuple[Any, list[tuple[str, int, int, int]]]]:
         """Yield this rank's masters, each with its parts: name, start and elements in it, first of the parameter."""

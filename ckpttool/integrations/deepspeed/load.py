@@ -237,7 +237,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
 
     def subject() -> LiveState:
         state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
-        values = {**state.values, **(values_of("client_state", report.client_state) if ranks.rank == 0 else {})}
+        values = {**state.values, **values_of("client_state", report.client_state)}
         own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
         return replace(state, values=values, own=own)
 
@@ -247,6 +247,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         without=frozenset(without),
         without_names=frozenset(report.unexpected),
         without_states_of=frozenset() if fitted is None else fitted.fresh,
+        casts=isinstance(prepared, PlannedState),
     )
     return prove_state(subject, checkpoint, ranks, scope, timeout=TIMEOUT)
 

@@ -17,13 +17,14 @@ from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_nati
 from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
 from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
+from ckpttool.model.names import with_names_of
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
 from ckpttool.storage import connect
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
-from ckpttool.targets.zero.match import Fitted, fit, listed, nonpartitionable_error
+from ckpttool.targets.zero.match import Fitted, check_partitionable, fit, listed
 from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def prepare(
     if not options.without_optimizer and live.optimizer is not None and not has_optimizer(live.optimizer):
         problem = "cannot be resumed from: the engine has no optimizer"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
+    if live.model is not None:
+        checkpoint = with_names_of(checkpoint, {*live.model.shapes, *live.model.buffers, *live.model.aliases})
     _check_module(live, checkpoint, strict=options.strict)
     if options.without_optimizer:
         bare = replace(checkpoint, client_state={}, scheduler=None)
@@ -122,8 +125,8 @@ def _prepare_planned(
     live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, options: LoadOptions, why_not: str
 ) -> PlannedState:
     """Read the state of this rank for an engine of another layout, if all of it can be partitioned again."""
-    if checkpoint.nonpartitionable and not options.without_optimizer:
-        raise nonpartitionable_error(checkpoint)
+    if not options.without_optimizer:
+        check_partitionable(checkpoint)
     if live.stage == 0 and not options.without_optimizer and live.model is not None:
         if live.engine.has_moe_layers:
             problem = f"{why_not}, and the engine has experts but no ZeRO stage"
@@ -203,6 +206,8 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
         return "the optimizer's states are left out"
     if not _same_kind(live, checkpoint):
         return "differs from the engine in stage, dtype or format"
+    if checkpoint.renamed:
+        return "has the engine's parameters under other names"
     differs: object = fitted.missing or fitted.unexpected
     if not live.stage and live.model is not None:  # untrained parameters may differ
         differs = {*fitted.missing}.intersection(*live.model.groups)
@@ -243,7 +248,8 @@ def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOpti
     # can store are restored there. Names and shapes are compared nevertheless.
     same = _same_kind(live, checkpoint) and live.topology == checkpoint.topology
     if same or options.without_optimizer:
-        checkpoint = replace(checkpoint, nonpartitionable=())
+        parameters = tuple(replace(p, numbers={}) for p in checkpoint.parameters)
+        checkpoint = replace(checkpoint, nonpartitionable=(), parameters=parameters)
     if not live.engine.has_moe_layers:
         return fit(checkpoint, model, strict=options.strict, weights_only=options.without_optimizer or not live.stage)
     # Each rank names its experts by local indexes.

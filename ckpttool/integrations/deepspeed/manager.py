@@ -695,14 +695,15 @@ def _digests_of(
 
     try:
         state = engine_state(live)
-        # Every rank passes the same client state, and the first one's counts.
-        values = {**state.values, **(values_of("client_state", client_state) if ranks.rank == 0 else {})}
+        values = {**state.values, **values_of("client_state", client_state)}
         own = {} if rank_state is None else values_of("rank_state", rank_state)
         frozen = {*state.frozen} if exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
         return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
     except Exception as error:  # the save does not depend on it
-        LOG.debug("no digests of the state are recorded: %s: %s", type(error).__name__, error)
+        why = f"{error.path}: {error.problem}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+        if ranks.rank == 0:
+            LOG.warning("the save records no digests, so that a restore is proven only by its files: %s", why)
         return None
 
 
@@ -724,7 +725,7 @@ class _Digesting:
             try:
                 self._found[name] = None if own is None else own.compute().to_json()
             except Exception:
-                LOG.exception("no digests of the state are recorded")
+                LOG.exception("the save records no digests")
 
     def result(self) -> dict[str, Any] | None:
         """Wait for the digests as JSON data, of several engines by name; None without, or if they failed."""

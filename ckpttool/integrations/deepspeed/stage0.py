@@ -162,9 +162,9 @@ def fit_whole(
     for p in checkpoint.parameters:
         states = {k: v for k, v in p.states.items() if k != MODULE}
         if p.name in groups and (MASTER in p.states or MODULE in p.states):
-            parameters.append(replace(p, group=groups[p.name], states={MASTER: p.master_state, **states}))
+            parameters.append(replace(p, group=groups[p.name], states={MASTER: p.master_state, **states}, numbers={}))
         else:
-            parameters.append(replace(p, group=None))
+            parameters.append(replace(p, group=None, numbers={}))
     known = replace(
         checkpoint,
         parameters=tuple(parameters),

@@ -73,16 +73,19 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         # The checkpoint has no states, or was saved before the first step without an overflow.
         _check_options(live, checkpoint)
         return
-    needed, held = kept
+    needed, held, fresh = kept
     if any("use_muon" in options for options in live.hyperparameters):  # matrices have states of their own
         lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
     else:
         lacking, surplus = needed - known, saved - held
-        numbers = {key for group in checkpoint.groups for key in group.scalars} - {STEP}
-        if any(group.scalars for group in checkpoint.groups):  # without scalars this is unknown
+    other = lacking and (fresh or surplus)  # training may add states, but not before the first step
+    if not any("use_muon" in options for options in live.hyperparameters):
+        numbers = {key for p in checkpoint.parameters for key in checkpoint.numbers(p)}
+        if numbers:  # without any this is unknown
+            numbers -= {STEP}
             lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
             saved, needed = saved | numbers, needed | held - {STEP}
-    if (lacking or surplus) and not _same_options(live, checkpoint):
+    if other or ((lacking or surplus) and not _same_options(live, checkpoint)):
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, but the engine's optimizer keeps {here}"
         raise PlanError(checkpoint.location, problem, REBUILD)
@@ -112,7 +115,7 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
 
 
 def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:
-    """Return whether files that record no optimizer have its hyper-parameters: other classes have others."""
+    """Return whether files that record no optimizer have its hyper-parameters: most other classes have others."""
     saved = [group.hyperparameters.keys() - _OF_NO_CLASS for group in checkpoint.groups]
     own = [options.keys() - _OF_NO_CLASS for options in live.hyperparameters]
     return not checkpoint.optimizer and any(saved) and {*map(frozenset, saved)} == {*map(frozenset, own)}
@@ -132,23 +135,24 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
-def _engine_states(live: LiveEngine) -> tuple[set[str], set[str]] | None:
-    """Return the names of the per-element states, and of all states; None if unknown."""
+def _engine_states(live: LiveEngine) -> tuple[set[str], set[str], bool] | None:
+    """Return the names of the per-element states, of all states, and whether no step was made; None if unknown."""
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
     states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
+    fresh = not states
     if not owners:
         return None
     if not states:  # the first step creates them
         known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
         if known:
-            return set(known[0]), set(known[0])
+            return set(known[0]), set(known[0]), True
         probed = _trial_step(inner, owners)
         if probed is None:
             return None
         states = probed
     needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
-    return needed, {key for _, state in states for key in state}
+    return needed, {key for _, state in states for key in state}, fresh
 
 
 def optimizer_identity(live: LiveEngine) -> str:

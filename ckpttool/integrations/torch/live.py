@@ -24,20 +24,26 @@ from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
+from ckpttool.model.names import WRAPPERS, plain_name
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
-from ckpttool.model.state_digest import GATHERED, NOT_HYPERPARAMETERS, WEIGHTS, canonical, leaves
+from ckpttool.model.state_digest import (
+    GATHERED,
+    NOT_COMPARED,
+    NOT_HYPERPARAMETERS,
+    STEP,
+    WEIGHTS,
+    canonical,
+    items_of,
+    leaves,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
 COPIED_ELEMENTS = 1 << 14
 """Most elements of a tensor on a device that is digested on the host: a copy is faster than the device's calls."""
-SMALL_ELEMENTS = 16
-"""Most elements of a tensor that is compared as numbers, inside plain data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,6 +260,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
         others=others,
         frozen=[plain_name(full) for full, p in module.named_parameters() if not p.requires_grad],
         trains=optimizer is not None,
+        pending=pending_gradients(module) if optimizer is not None else "",
         **found,
     )
 
@@ -294,20 +301,23 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
     return {"numbers": numbers, "unproven": unproven, "groups": options, "group_of": group_of}
 
 
+def pending_gradients(module: Any) -> str:
+    """Return the gradients that a module has, as text for the user; "" if there are none."""
+    found = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is not None]
+    if not found:
+        return ""
+    return f"the gradients of {len(found):,} parameters, to which the next backward pass adds"
+
+
 def unwrapped(model: Any) -> Any:
     """Return the module inside DDP and ``torch.compile``."""
     while True:
-        inner = next((getattr(model, name) for name in _WRAPPERS if name in getattr(model, "_modules", {})), None)
+        inner = next((getattr(model, name) for name in WRAPPERS if name in getattr(model, "_modules", {})), None)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             inner = model.module
         if inner is None:
             return model
         model = inner
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter without the names of wrappers around its module."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def number_of(key: str, value: Any, parameter: Any) -> float | None:
@@ -316,7 +326,7 @@ def number_of(key: str, value: Any, parameter: Any) -> float | None:
         return float(value)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dim() > 1:
         return None
-    if key != "step" and value.shape == parameter.shape:
+    if key != STEP and value.shape == parameter.shape:
         return None
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
@@ -335,22 +345,42 @@ def values_of(kind: str, state: Any) -> dict[str, str]:
     """Return the items of plain data as text, by "kind.key"; data of another form as one item."""
     if not isinstance(state, Mapping):
         return {kind: canonical(state, tensor_text)}
-    return {f"{kind}.{key}": canonical(value, tensor_text) for key, value in state.items()}
+    return {f"{kind}.{key}": canonical(value, tensor_text) for key, value in items_of(state)}
 
 
 def tensor_text(value: Any) -> str | None:
-    """Return a tensor, an array or a number of numpy as text; None for any other object."""
-    if isinstance(value, np.generic):
-        return canonical(value.item())
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        value = torch.from_numpy(np.ascontiguousarray(value))
+    """Return a tensor, an array or a number of numpy as text; None for any other object.
+
+    A number counts by its value; a tensor or an array by its type, shape and elements.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        return _array_text(np.asarray(value))
     if not isinstance(value, torch.Tensor):
         return None
-    if value.dim() == 0:
+    if value.dim() == 0 and value.dtype.is_floating_point | (not value.is_complex()):
         return canonical(value.item())
-    if value.numel() <= SMALL_ELEMENTS:
-        return canonical(value.tolist())
-    return f"tensor {list(value.shape)} {digest_tensor(value, 0, tuple(value.shape)):032x}"
+    if str(value.dtype).removeprefix("torch.") in BY_TORCH_NAME and not value.is_quantized:
+        found = BY_TORCH_NAME[str(value.dtype).removeprefix("torch.")].name
+        return f"tensor {found} {list(value.shape)} {digest_tensor(value, 0, tuple(value.shape)):032x}"
+    return _array_text(value.detach().cpu().resolve_conj().resolve_neg().numpy())
+
+
+def _array_text(array: np.ndarray[Any, Any]) -> str:
+    native = array.dtype.newbyteorder("=")
+    what = f"array {native} {list(array.shape)}"
+    if array.dtype.names is not None:
+        return f"{what} {canonical({name: array[name] for name in array.dtype.names}, tensor_text)}"
+    plain = array.dtype.kind in "biufc" and array.dtype.itemsize <= 16 and array.dtype.char not in "gG"
+    if array.ndim == 0 and (plain or array.dtype.kind in "US"):
+        return canonical(array.item())
+    if plain:
+        data = np.ascontiguousarray(array.astype(native)).tobytes()
+        return f"{what} {hashlib.sha256(data).hexdigest()}"
+    if array.dtype.kind in "OUSgGMmV" or array.dtype.char in "gG":  # extended precision has bytes without a value
+        elements = array.astype("i8") if array.dtype.kind in "Mm" else array
+        items = elements.ravel().tolist()
+        return f"{what} {canonical([repr(item) for item in items] if array.dtype.kind != 'O' else items, tensor_text)}"
+    return f"{NOT_COMPARED}numpy.ndarray of {array.dtype}"
 
 
 def piece_of(key: str, name: str, tensor: Any) -> Piece:

@@ -18,6 +18,7 @@ from ckpttool.formats.zero.partitions import round_robin
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, NEWER_COPIES, UNKNOWN_GROUP, ParamGroup
 from ckpttool.targets.zero.experts import TargetExperts
+from ckpttool.targets.zero.match import check_partitionable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -334,11 +335,7 @@ class TargetGroups:
                 raise PlanError(checkpoint.location, "is thin: it does not record the trained parameters", _OF_THIN)
             hint = "convert a checkpoint that was saved with its optimizer"
             raise PlanError(checkpoint.location, "does not record the trained parameters", hint)
-        if checkpoint.nonpartitionable:
-            problem = f"holds states that cannot be re-partitioned: {', '.join(checkpoint.nonpartitionable[:5])}"
-            raise PlanError(
-                checkpoint.location, problem, "resume on the same number of ranks, or consolidate the weights"
-            )
+        check_partitionable(checkpoint, "resume on the same number of ranks, or consolidate the weights")
         if self.shape.stage == 3:
             self._check_stage3()
 

@@ -78,19 +78,25 @@ def fit(checkpoint: Checkpoint, live: LiveModel, *, strict: bool, weights_only: 
     Raises:
         PlanError: A shape differs; with ``strict`` a name is missing; or the checkpoint has no optimizer states.
     """
-    if not weights_only and checkpoint.nonpartitionable:
-        raise nonpartitionable_error(checkpoint)
+    if not weights_only:
+        check_partitionable(checkpoint)
     if not weights_only and not checkpoint.groups:
         raise PlanError(checkpoint.location, "does not record the trained parameters", "load it with weights_only=True")
     return _Matcher(checkpoint, live, weights_only).fitted(strict)
 
 
-def nonpartitionable_error(checkpoint: Checkpoint) -> PlanError:
-    """Return the error of a match with an engine of another layout."""
-    names = ", ".join(checkpoint.nonpartitionable[:NAMED])
-    problem = f"holds states that cannot be re-partitioned: {names}"
-    hint = "resume on the same ranks and stage, or load it with weights_only=True"
-    return PlanError(checkpoint.location, problem, hint)
+SAME_LAYOUT = "resume on the same ranks and stage, or load it with weights_only=True"
+
+
+def check_partitionable(checkpoint: Checkpoint, hint: str = SAME_LAYOUT) -> None:
+    """Check that files of another layout can store all states.
+
+    Raises:
+        PlanError: Some states belong to no parameter, or are numbers that differ within a group.
+    """
+    if checkpoint.of_one_layout:
+        names = ", ".join(checkpoint.of_one_layout[:NAMED])
+        raise PlanError(checkpoint.location, f"holds states that cannot be re-partitioned: {names}", hint)
 
 
 class _Matcher:
@@ -119,6 +125,10 @@ class _Matcher:
             for n, live_name in self.live.aliases.items()
             if n in self.sources and n not in self.used
         ]
+        if self.sources and self.live.shapes and not self.used:
+            there, here = next(iter(self.sources)), next(iter(self.live.shapes))
+            problem = f"has no parameter of the model: it has {there}, the model {here}"
+            raise PlanError(self.checkpoint.location, problem, "build the saved model, or rename with consolidate")
         if strict:
             self._check_none("lacks", "of the model", self.missing, "and they keep the model's values")
             self._check_none("holds", "that the model lacks", unexpected, "and they are left out")
