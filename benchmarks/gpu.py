@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,13 @@ def build(run: Run) -> None:
     import torch
 
     options = run.options
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+    }
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if run.cuda else "gloo")
     deepspeed.init_distributed("nccl" if run.cuda else "gloo")
@@ -175,7 +182,9 @@ def build(run: Run) -> None:
     run.engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
     for _ in range(3):
         step(run)
-    run.write(parameters=layers * width * width, versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__})
+    run.write(
+        parameters=layers * width * width, versions={"torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    )
 
 
 def step(run: Run) -> None:
@@ -236,11 +245,14 @@ def saves_in_background(run: Run) -> None:
                 run.found["rows"][stall]["nbytes"] = nbytes
         if number < run.options.runs:
             shutil.rmtree(run.data / "background")
-    memory_of = manager._memory
+    memories = manager._memory.values()
     run.write(
         nbytes=nbytes,
         seconds_until_commit=[round(report.seconds, 3) for report in reports],
-        host_memory=None if memory_of is None else {"kinds": sorted(memory_of.kinds), "bytes": memory_of.nbytes},
+        host_memory={
+            "kinds": sorted({kind for m in memories for kind in m.kinds}),
+            "bytes": sum(m.nbytes for m in memories),
+        },
         steps_while_saving={"mean": statistics.mean(busy) if busy else None, "steps": len(busy)},
         step=statistics.median(quiet),
     )
@@ -273,7 +285,10 @@ def blocking_saves(run: Run) -> None:
     def of_dcp() -> None:
         optimizer = run.engine.optimizer
         states = optimizer.optimizer.state.items()
-        state = {"module": dict(run.engine.module.named_parameters()), "masters": optimizer.single_partition_of_fp32_groups}
+        state = {
+            "module": dict(run.engine.module.named_parameters()),
+            "masters": optimizer.single_partition_of_fp32_groups,
+        }
         state["states"] = {f"{n}.{key}": v for n, (_, own) in enumerate(states) for key, v in own.items()}
         dcp.save(state, checkpoint_id=str(run.data / "dcp"))
 
@@ -326,7 +341,7 @@ def fast_persist(run: Run) -> None:
         engine.checkpoint_engine = before
     told = ckpttool.inspect(str(run.data / "fast"))
     findings = [str(finding) for finding in ckpttool.verify(str(run.data / "fast"), deep=True).findings]
-    run.write(fast_files={"parameters": told.trainable_elements, "findings": findings})
+    run.write(fast_files={"parameters": sum(p.numel for p in told.parameters), "findings": findings})
 
 
 def restores(run: Run) -> None:
@@ -338,11 +353,12 @@ def restores(run: Run) -> None:
         for prove in (False, True):
             told = ", proven" if prove else ""
             run.time(
-                f"manager.restore{told}, {where}", lambda: manager.restore(run.engine, prove=prove), nbytes=nbytes, cold=cold
+                f"manager.restore{told}, {where}",
+                partial(manager.restore, run.engine, prove=prove),
+                nbytes=nbytes,
+                cold=cold,
             )
-        run.time(
-            f"engine.load_checkpoint, {where}", lambda: run.engine.load_checkpoint(root), nbytes=nbytes, cold=cold
-        )
+        run.time(f"engine.load_checkpoint, {where}", lambda: run.engine.load_checkpoint(root), nbytes=nbytes, cold=cold)
 
 
 def consolidation(run: Run) -> None:
@@ -357,14 +373,22 @@ def consolidation(run: Run) -> None:
     for cold in (True, False):
         where = "from the disk" if cold else "from the page cache"
         for dtype in ("bf16", "fp32"):
-            command(run, f"consolidate, {dtype}, {where}", cold, "-m", "ckpttool", "consolidate", str(source), str(out), "--to",
-                    "safetensors", "--dtype", dtype)  # fmt: skip
+            words = ("consolidate", str(source), str(out), "--to", "safetensors", "--dtype", dtype)
+            command(run, f"consolidate, {dtype}, {where}", cold, "-m", "ckpttool", *words)
             if dtype == run.options.exported:
                 copied(run, f"cp of the output, {dtype}, {where}", cold)
             shutil.rmtree(out)
     script = run.data / "saved" / "zero_to_fp32.py"
     if script.exists():
-        command(run, "zero_to_fp32.py, from the page cache", False, str(script), str(source), str(out), "--safe_serialization")
+        command(
+            run,
+            "zero_to_fp32.py, from the page cache",
+            False,
+            str(script),
+            str(source),
+            str(out),
+            "--safe_serialization",
+        )
         shutil.rmtree(out, ignore_errors=True)
 
 
@@ -378,14 +402,14 @@ def copied(run: Run, name: str, cold: bool) -> None:
 
 
 def command(run: Run, name: str, cold: bool, *words: str) -> None:
-    """Time a command of Python, with its peak of memory."""
+    """Time a command of Python."""
     if cold:
         drop_caches()
     usage(run, name, [sys.executable, *words], run.exports / "weights")
 
 
 def usage(run: Run, name: str, words: list[str], output: Path) -> None:
-    """Run a command; note seconds of wall and CPU, the peak of memory, and the bytes of the output."""
+    """Run a command; note seconds of wall and CPU, and the bytes of the output."""
     paths = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -395,10 +419,9 @@ def usage(run: Run, name: str, words: list[str], output: Path) -> None:
     seconds = time.perf_counter() - began
     if status:
         raise RuntimeError(f"{name} ended with status {status}")
-    row = run.found["rows"].setdefault(name, {"seconds": [], "cpu": [], "host": []})
+    row = run.found["rows"].setdefault(name, {"seconds": [], "cpu": []})
     row["seconds"].append(round(seconds, 4))
     row["cpu"].append(round(used.ru_utime + used.ru_stime, 3))
-    row["host"].append(used.ru_maxrss * 1024)
     row["nbytes"] = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
     run.write()
     print(f"{time.perf_counter() - run.began:6.1f} s  {name}: {seconds:.3f} s", flush=True)

@@ -164,7 +164,7 @@ def main() -> None:
     print(f"generated: {bytes(found['tokens'][0].clamp(max=255).tolist())!r}")
     if not torch.equal(live["logits"], found["logits"]) or not torch.equal(live["tokens"], found["tokens"]):
         raise SystemExit("the exported model does not give the logits of the engine")
-    print(f"the {found['logits'].numel():,} logits equal those of the engine, bit for bit")
+    print(f"the {found['logits'].numel():,} logits equal the engine's, bit for bit")
 
 
 if __name__ == "__main__":

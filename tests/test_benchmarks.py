@@ -23,6 +23,7 @@ RUNS = {
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
     "fsdp2.py": [*ONCE, "--peer-runs", "1"],
+    "gpu.py": ["--device=cpu", "--parameters=1e5", "--runs=1", "--out=/dev/null"],
     "growth.py": ["--tiny", "--runs", "1"],
     "limit.py": ONCE,
     "merge_lora.py": ONCE,

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import LayoutError, PlanError
+from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import StoredFile
