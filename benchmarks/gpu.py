@@ -148,6 +148,8 @@ def build(run: Run) -> None:
 
     options = run.options
     os.environ |= {
+        "CROSS_RANK": "0",  # these two: DeepSpeed's fast engine reads what its launcher sets
+        "CROSS_SIZE": "1",
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

@@ -269,3 +269,11 @@ def test_an_elastic_run_outlives_lost_nodes_and_grows_again(tmp_path: Path) -> N
     assert [t.split(" from ")[0] for t in told if "continue" in t] == [f"{n} workers continue" for n in (3, 2, 3, 2)]
     assert any("just in time" in t for t in told)
     assert told[-1].startswith("done: ckpttool_")
+
+
+@pytest.mark.thorough
+def test_a_llama_that_was_killed_is_exported_with_the_logits_of_the_engine(tmp_path: Path) -> None:
+    printed = _example("ray_llama.py", str(tmp_path / "llama"), "--tiny", "--steps", "8")
+    events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [(e["event"], e["step"]) for e in events] == [("start", 0), ("save", 4), ("start", 4), ("save", 8)]
+    assert "equal the engine's, bit for bit" in printed
