@@ -32,6 +32,7 @@ from ckpttool.formats.locate import (
     refuse_unfinished,
 )
 from ckpttool.formats.scan import (
+    METRICS_OF_RAY,
     OF_RAY,
     OWN_OF_RAY,
     PREFIX,
@@ -621,12 +622,19 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
-    """Return the directories in a run directory of Ray Train that may contain commits: their names are not Ray's own.
+    """Return the directories in a run directory of Ray Train that ``ray_train.report`` has made.
+
+    Their names are ckpttool's own, or the metrics of the report are stored beside the commit. Others are not its own.
 
     Raises:
         StorageError: The directory cannot be read.
     """
-    return [one for one in scan(storage, run, depth=1) if not one.hidden and not OF_RAY.fullmatch(one.tag)]
+    return [
+        one
+        for one in scan(storage, run, depth=1)
+        if not one.hidden
+        and (OWN_OF_RAY.fullmatch(one.tag) or storage.exists(posixpath.join(one.path, METRICS_OF_RAY)))
+    ]
 
 
 def is_own_name(name: str) -> bool:

@@ -29,6 +29,8 @@ MAX_PARTS = 4
 """Most components of a tag."""
 PREFIX = "ckpttool_"
 """Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
+METRICS_OF_RAY = "ray_metrics.json"
+"""File beside a commit with the metrics of its report; the manifest has only numbers."""
 OWN_OF_RAY = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
 """Names of such directories."""
 OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")

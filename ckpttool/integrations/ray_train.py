@@ -51,7 +51,7 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
 from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
-from ckpttool.formats.scan import scan
+from ckpttool.formats.scan import METRICS_OF_RAY, scan
 from ckpttool.integrations.deepspeed.engine import check_engine
 from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, checked_tag, engines_by_name
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 GRACE = 900.0
 """Default of ``grace``: seconds after which leftovers of killed workers are removed."""
-METRICS = "ray_metrics.json"
-"""File beside a commit with the metrics of its report; the manifest has only numbers."""
 MAX_METRICS = 1000
 """Maximum number of reported metrics in the manifest."""
 
@@ -203,7 +201,7 @@ class RayTrainCheckpoints:
             exclude_frozen=False,
             before=(before[0], before[1]),
             rank_state=rank_state,
-            root_files={} if self._ranks.rank else {METRICS: _as_json(metrics)},
+            root_files={} if self._ranks.rank else {METRICS_OF_RAY: _as_json(metrics)},
         )
         self._pending = name, dict(metrics), validation
         if not self._manager.saves_in_background:
@@ -514,7 +512,7 @@ def _as_json(metrics: Mapping[str, Any]) -> bytes:
 def _metrics_in(storage: Storage, root: str) -> dict[str, Any]:
     """Return the metrics that were reported with a commit; empty for commits of old releases."""
     try:
-        found = json.loads(find_text(storage, posixpath.join(root, METRICS)) or "{}")
+        found = json.loads(find_text(storage, posixpath.join(root, METRICS_OF_RAY)) or "{}")
     except (CkptError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

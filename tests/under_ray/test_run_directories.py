@@ -406,3 +406,33 @@ def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
 
     with pytest.raises(PlanError, match="SubTreeFileSystem"):
         storage_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))
+
+
+def test_directories_of_the_user_in_a_run_are_neither_searched_nor_removed(tmp_path: Path) -> None:
+    from ckpttool.integrations import ray_train
+
+    def write(directory: str, step: int, *, of_ray: bool = False, committed: bool = True) -> None:
+        tag = tmp_path / directory / f"global_step{step}"
+        tag.mkdir(parents=True)
+        attempt = f"{step:032x}"
+        manifest = Manifest(tag.name, step, 1.0, attempt, 1, 0, number=step).to_json()
+        (tag / (MANIFEST if committed else MARK)).write_bytes(manifest if committed else b"{}")
+        if of_ray:
+            (tag.parent / "ray_metrics.json").write_text("{}")
+
+    write("ckpttool_00000005_000005_ab12cd34", 5, of_ray=True)
+    write("epoch_1", 3, of_ray=True)
+    write("critic", 9)  # the root of a CheckpointManager of the script
+    write("own/checkpoints", 9)
+    write("own/checkpoints", 11, committed=False)
+    write("epoch_2", 4, of_ray=True, committed=False)
+    write("ckpttool_00000007_000007_ab12cd34", 7, committed=False)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    found = [os.path.relpath(path, tmp_path) for path in run_candidates(LOCAL, str(tmp_path), "", ())]
+    assert found == ["ckpttool_00000005_000005_ab12cd34/global_step5", "epoch_1/global_step3"]
+    assert last_commit(LOCAL, str(tmp_path))[1] == 5
+    checkpoints = ray_train.RayTrainCheckpoints.__new__(ray_train.RayTrainCheckpoints)
+    checkpoints.__dict__ |= {"_storage": LOCAL, "_root": str(tmp_path), "_whole": set(), "_grace": 900.0}
+    left = [os.path.relpath(path, tmp_path) for path in checkpoints._unfinished_directories()]
+    assert sorted(left) == ["ckpttool_00000007_000007_ab12cd34", "epoch_2"]
