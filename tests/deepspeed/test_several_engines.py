@@ -69,6 +69,8 @@ def _restored(root: str) -> dict[str, Any]:
     swapped = {"policy": engines["critic"], "critic": engines["policy"]}
     manager.restore(swapped)
     found["swapped"] = _digests(swapped)
+    manager.restore({"critic": engines["critic"], "policy": engines["policy"]})
+    found["rank states in another order"] = list(manager.restored.rank_states)
     manager.restore({"critic": engines["critic"]})
     found["one by name"] = _digests({"critic": engines["critic"]})
     for name, engine in engines.items():
@@ -107,7 +109,7 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
         ckpttool.inspect(root)
     for found in resume(str(root)):
         assert found["state"] == {"epoch": 2}
-        assert found["rank states"] == [0, 1]
+        assert found["rank states"] == found["rank states in another order"] == [0, 1]
         assert found["digests"] == found["swapped"] == saved[0]
         assert found["one by name"] == saved[0][1:]
         assert "several engines: critic, policy; pass the engines by name" in found["alone"]

@@ -223,7 +223,7 @@ def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, wi
     if live.topology != checkpoint.topology:
         return "was saved by other ranks"
     if any(file.kind == "swapped" for file in checkpoint.files):
-        return "has optimizer states on NVMe, unlike the engine"
+        return "has optimizer states on NVMe"
     config = checkpoint.ds_config.get("zero_optimization")
     config = config if isinstance(config, Mapping) else {}
     if live.stage < 3:

@@ -266,6 +266,9 @@ class CheckpointManager:
 
         def check() -> None:
             facts: dict[str, dict[str, Any]] = {}
+            if "" not in engines and self._rules is not None and (self._rules.thin or self._rules.thin_every):
+                problem = "is not possible for a checkpoint of several engines"
+                raise ArgumentError("thin", problem, "leave out thin and thin_every")
             for name, one in engines.items():
                 check_engine(one)
                 with whole_layers(one):
@@ -512,6 +515,9 @@ class CheckpointManager:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
+                if len(engines) > 1 and not options.dry_run:  # all must fit before the first one changes
+                    for one, checkpoint in zip(engines.values(), opened, strict=True):
+                        restore_engine(one, checkpoint, replace(options, dry_run=True), agree, ranks)
                 reports = [
                     restore_engine(one, checkpoint, options, agree, ranks)
                     for one, checkpoint in zip(engines.values(), opened, strict=True)
@@ -527,7 +533,10 @@ class CheckpointManager:
                 continue
             if not options.dry_run and ranks.rank == 0:
                 LOG.info("%s", "; ".join(map(str, reports)))
-            self.restored, self.restored_path = reports[0], path
+            # The first engine of the save has the states of the ranks.
+            of_ranks = next((one for one in reports if one.rank_states), reports[0])
+            self.restored = replace(reports[0], rank_state=of_ranks.rank_state, rank_states=of_ranks.rank_states)
+            self.restored_path = path
             return dict(reports[0].client_state)
         if first is not None:
             held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"

@@ -150,10 +150,12 @@ def _compression(live: LiveEngine) -> str:
 
 
 def _nvme(live: LiveEngine) -> str:
-    """Return that DeepSpeed cannot load into an engine with parameters on NVMe; "" for others."""
-    if not parameters_on_nvme(live):
-        return ""
-    return "DeepSpeed cannot load into an engine with parameters on NVMe: a restore needs them on the CPU"
+    """Return that DeepSpeed cannot load into an engine with parameters or optimizer on NVMe; "" for others."""
+    if parameters_on_nvme(live):
+        return "DeepSpeed cannot load into an engine with parameters on NVMe: a restore needs them on the CPU"
+    if live.engine.zero_nvme_offload_optimizer():
+        return "DeepSpeed cannot load into an optimizer on NVMe: a restore needs it on the CPU"
+    return ""
 
 
 def _sampler(live: LiveEngine) -> str:
