@@ -265,9 +265,11 @@ def _open(
         location = locate(storage, first, tag)
     except LayoutError as error:
         below = error.directories if isinstance(error, NoCheckpointError) else ()
-        if isinstance(error, SeveralModelsError) or len(below) > 1:
+        if isinstance(error, SeveralModelsError):
             raise
         found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
+        if found is None and len(below) > 1:
+            raise
         inner = framework_directory(storage, src, tag) if found is None and not others else None
         inner = below[0] if inner is None and below and not others else inner
         if found is None and inner is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -275,3 +276,10 @@ def test_the_work_to_verify_a_file_grows_as_its_tensors_do(tmp_path: Path) -> No
 
     calls(10)
     assert calls(1600) < 5 * calls(400)
+
+
+def test_weights_beside_directories_with_checkpoints_are_opened(tmp_path: Path) -> None:
+    ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "export", to="safetensors")
+    for run in ("one", "two"):
+        shutil.copytree(source("zero2-dp2-bf16"), tmp_path / "export" / "runs" / run)
+    assert ckpttool.inspect(tmp_path / "export").format == "safetensors"
