@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+
+from ckpttool.concurrency import default_jobs, in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 HUGE_PAGE = 1 << 21
+PART_BYTES = 1 << 28
+"""Bytes whose pages a thread allocates; a multiple of ``HUGE_PAGE``."""
 _POPULATE_WRITE = 23
 
 
@@ -32,13 +36,19 @@ def empty(nbytes: int) -> Any:
 
 
 def populated(tensor: Any) -> Any:
-    """Allocate the pages of a new 1-D tensor of uint8 on the CPU at once; systems that cannot do so allocate later."""
+    """Allocate the pages of a new 1-D tensor of uint8 on the CPU at once, by several threads if they are many.
+
+    Systems that cannot do so allocate later.
+    """
     start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     end = (tensor.data_ptr() + tensor.numel()) // HUGE_PAGE * HUGE_PAGE
     advise = _madvise()
     if start < end and advise is not None:
-        for advice in (mmap.MADV_HUGEPAGE, _POPULATE_WRITE):
-            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+        parts = ((at, min(PART_BYTES, end - at)) for at in range(start, end, PART_BYTES))
+        tasks = (partial(advise, ctypes.c_void_p(at), ctypes.c_size_t(n), _POPULATE_WRITE) for at, n in parts)
+        for _ in in_threads(tasks, default_jobs() if end - start > PART_BYTES else 1):
+            pass
     return tensor
 
 
