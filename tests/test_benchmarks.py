@@ -23,7 +23,6 @@ RUNS = {
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
     "fsdp2.py": [*ONCE, "--peer-runs", "1"],
-    "gpu.py": ["--device=cpu", "--parameters=1e5", "--runs=1", "--out=/dev/null"],
     "growth.py": ["--tiny", "--runs", "1"],
     "limit.py": ONCE,
     "merge_lora.py": ONCE,
@@ -35,7 +34,9 @@ RUNS = {
     "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],
 }  # fmt: skip
-SLOW = set(RUNS) - {"scale.py"}
+ON_GPU = {"gpu.py": ["--device=cpu", "--parameters=1e5", "--runs=1", "--out=/dev/null"]}
+"""Measured on machines with a GPU, and recorded in a file of its own."""
+SLOW = {*RUNS, *ON_GPU} - {"scale.py"}
 ON_RAY = {
     "ray_offline.py": [*ONCE, "--stage", "2", "--workers", "1", "--only", "consolidate, bf16"],
     "ray_train.py": ["--parameters", "0.3", "--workers", "1", "--saves", "2", "--pause", "0", "--latency", "0"],
@@ -74,9 +75,9 @@ def _run(name: str, options: list[str], data: Path) -> str:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("name", [n for n in RUNS if n not in SLOW or sampling.thorough()])
+@pytest.mark.parametrize("name", [n for n in (*RUNS, *ON_GPU) if n not in SLOW or sampling.thorough()])
 def test_it_runs_and_prints_figures(name: str, data: Path) -> None:
-    assert len(re.findall(r"\d\.\d+", _run(name, RUNS[name], data))) >= 3
+    assert len(re.findall(r"\d\.\d+", _run(name, {**RUNS, **ON_GPU}[name], data))) >= 3
 
 
 @pytest.mark.ray
@@ -87,7 +88,7 @@ def test_it_runs_on_ray_and_prints_figures(name: str, data: Path) -> None:
 
 
 def test_every_benchmark_is_run() -> None:
-    assert {path.name for path in BENCHMARKS.glob("*.py")} == {*RUNS, *ON_RAY, *PARTS}
+    assert {path.name for path in BENCHMARKS.glob("*.py")} == {*RUNS, *ON_GPU, *ON_RAY, *PARTS}
 
 
 @pytest.fixture

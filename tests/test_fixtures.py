@@ -6,7 +6,7 @@ import re
 
 from tests.truth import HERE, NAMES, REFUSED, REPRESENTATIVE, source, truth
 
-MAX_BYTES = 16_000_000
+MAX_BYTES = 26_000_000
 
 
 def test_every_checkpoint_has_its_truth_and_a_row_in_a_table() -> None:

@@ -294,7 +294,8 @@ def test_a_run_does_not_begin_anew_over_checkpoints_of_another_kind(runs: dict[s
 
 def test_a_run_on_disk_resumes_from_a_bucket(runs: dict[str, Any]) -> None:
     assert runs["from-url"]["restored"] == "s3://runs/trainer/checkpoint-4/global_step4"
-    assert runs["from-url"]["losses"] == runs["from-bucket"]["losses"]
+    resumed, whole = runs["from-url"]["losses"], runs["from-bucket"]["losses"]
+    assert resumed == pytest.approx(whole, rel=1e-5)  # at stage 2 and at stage 3, which round otherwise
     assert (runs["from-url"]["out"] / "run" / f"checkpoint-{STEPS}").is_dir()
 
 
