@@ -409,6 +409,7 @@ def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
 
 
 def test_directories_of_the_user_in_a_run_are_neither_searched_nor_removed(tmp_path: Path) -> None:
+    pytest.importorskip("ray.train")
     from ckpttool.integrations import ray_train
 
     def write(directory: str, step: int, *, of_ray: bool = False, committed: bool = True) -> None:
