@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.forked import on_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+pytestmark = pytest.mark.deepspeed
 
 
 @on_ranks(1)
