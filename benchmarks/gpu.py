@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --parameters 1.5e9 --out build/gpu.json
     python benchmarks/gpu.py --parameters 7e9 --states bf16     # 56 GB a save instead of 98
-    python benchmarks/gpu.py --device cpu --parameters 2e6      # what runs, not how fast
+    python benchmarks/gpu.py --device cpu --parameters 2e6      # a trial without meaningful figures
 
 One rank. It needs a disk with room for two saves, and root to read from the disk instead of the page cache. Each
 figure is written as soon as it is known; nothing is begun after ``--budget`` seconds.
@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from measure import Command, run_once
 
 import ckpttool
 from ckpttool.integrations.deepspeed import manager as managers
@@ -42,7 +43,7 @@ FAST_WRITER = {"type": "fast", "io_buffer_size": 1 << 28, "io_buffer_double": Tr
 
 
 class Run:
-    """The engine, and the figures of what was done with it."""
+    """The engine, and the measured figures."""
 
     def __init__(self, options: argparse.Namespace, data: Path) -> None:
         self.options = options
@@ -133,7 +134,7 @@ def drop_caches() -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """Sync what was written."""
+    """Sync the files of a directory."""
     for file in directory.rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
@@ -230,7 +231,7 @@ def bandwidths(run: Run) -> None:
 
 
 def saves_in_background(run: Run) -> None:
-    """Save in the background: how long the train loop waits, and what a step takes meanwhile."""
+    """Save in the background; measure the wait of the train loop, and steps during a save."""
     reports: list[Any] = []
     manager = ckpttool.CheckpointManager(run.data / "background", async_save=True, on_save=reports.append, keep_last=1)
     quiet = [run.time("step, no save", lambda: step(run)) for _ in range(10)]
@@ -412,21 +413,13 @@ def command(run: Run, name: str, cold: bool, *words: str) -> None:
 
 def usage(run: Run, name: str, words: list[str], output: Path) -> None:
     """Run a command; note seconds of wall and CPU, and the bytes of the output."""
-    paths = [str(Path(__file__).resolve().parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdout=subprocess.DEVNULL
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    if status:
-        raise RuntimeError(f"{name} ended with status {status}")
+    used = run_once(Command(name, [words], lambda: None))
     row = run.found["rows"].setdefault(name, {"seconds": [], "cpu": []})
-    row["seconds"].append(round(seconds, 4))
-    row["cpu"].append(round(used.ru_utime + used.ru_stime, 3))
+    row["seconds"].append(round(used.wall, 4))
+    row["cpu"].append(round(used.cpu, 3))
     row["nbytes"] = sum(f.stat().st_size for f in output.rglob("*") if f.is_file())
     run.write()
-    print(f"{time.perf_counter() - run.began:6.1f} s  {name}: {seconds:.3f} s", flush=True)
+    print(f"{time.perf_counter() - run.began:6.1f} s  {name}: {used.wall:.3f} s", flush=True)
 
 
 PARTS = (bandwidths, saves_in_background, blocking_saves, fast_persist, restores, consolidation)

@@ -140,6 +140,9 @@ def _refused() -> list[str]:
     told += [refusal(partial(manager.restore, one)) for one in wrong]
     told += [refusal(partial(ckpttool.load, one, "unused")) for one in wrong[:-1]]
     named = build(1, "bf16", "one", "adamw")
+    thins = ckpttool.CheckpointManager("unused", keep_last=1, thin="bf16")
+    told_of_thin = refusal(partial(thins.save, {"policy": named}))
+    assert "thin: is not possible for a checkpoint of several engines" in told_of_thin, told_of_thin
     told += [refusal(partial(manager.save, {name: named})) for name in ("", "a/b", "..", ".a", 1)]
     return [*told, refusal(partial(manager.save, {}))]
 
@@ -152,3 +155,27 @@ def test_what_is_not_an_engine_is_named() -> None:
         assert text.startswith(start)
     assert all(text for text in told[14:])
     assert "is an empty mapping" in told[-1]
+
+
+@on_ranks(1)
+def _misfit(root: str) -> tuple[str, bool]:
+    """Restore two engines of which the second has another module; return the error, and whether the first changed."""
+    from deepspeed import initialize
+
+    engines = _engines((1, 1), steps=2)
+    manager = ckpttool.CheckpointManager(root)
+    manager.save(engines)
+    other = torch.nn.Linear(3, 5)
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    config["zero_allow_untested_optimizer"] = True
+    critic = initialize(model=other, optimizer=torch.optim.AdamW(other.parameters()), config=config)[0]
+    found = {"policy": _engines((1, 1), steps=1)["policy"], "critic": critic}
+    before = _digests({"policy": found["policy"]})
+    told = refusal(partial(manager.restore, found))
+    return told, before != _digests({"policy": found["policy"]})
+
+
+def test_no_engine_changes_if_one_does_not_fit(tmp_path: Path) -> None:
+    ((told, changed),) = _misfit(str(tmp_path / "run"))
+    assert told
+    assert not changed

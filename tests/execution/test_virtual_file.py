@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import RangeFile, StoredFile, VirtualFile
+from ckpttool.execution.virtual_file import LOCAL_PART_BYTES, RangeFile, StoredFile, VirtualFile
 from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.load_partitions import plan_replicas
 from ckpttool.storage import LOCAL
@@ -126,3 +126,14 @@ def test_consecutive_whole_tensors() -> None:
     first = packed[0]
     values = np.frombuffer(data[first.start : first.start + first.nbytes], dtype=np.float32)
     assert np.array_equal(values, torch.linspace(0, 1, 7).numpy())
+
+
+def test_a_large_local_read_is_put_together_from_the_parts_of_threads(tmp_path: Path) -> None:
+    count = (2 * LOCAL_PART_BYTES + 12_345) // 8
+    expected = np.random.default_rng(0).integers(0, 2**63, count, dtype=np.int64)
+    expected.tofile(tmp_path / "file")
+    found = bytearray(8 * (count - 1))
+    with LOCAL.open(str(tmp_path / "file")) as reader, StoredFile(reader, memory=1 << 20) as file:
+        file.seek(8)
+        assert file.readinto(found) == len(found)
+    assert np.array_equal(np.frombuffer(found, dtype=np.int64), expected[1:])

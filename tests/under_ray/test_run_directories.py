@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -437,3 +439,9 @@ def test_directories_of_the_user_in_a_run_are_neither_searched_nor_removed(tmp_p
     checkpoints.__dict__ |= {"_storage": LOCAL, "_root": str(tmp_path), "_whole": set(), "_grace": 900.0}
     left = [os.path.relpath(path, tmp_path) for path in checkpoints._unfinished_directories()]
     assert sorted(left) == ["ckpttool_00000007_000007_ab12cd34", "epoch_2"]
+
+
+def test_runs_on_a_disk_need_no_s3fs() -> None:
+    pytest.importorskip("ray.train")
+    script = "import sys; sys.modules['s3fs'] = None; import ckpttool.integrations.ray_train"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -194,7 +194,7 @@ def check_loadable(live: LiveEngine) -> None:
     Raises:
         PlanError: It cannot.
 
-    Source: DeepSpeed 0.19.8, ``load_checkpoint`` of a new process on 1 rank and on 2, on the CPU and on a GPU.
+    Source: DeepSpeed 0.19.8, ``load_checkpoint`` in a new process; tried on the CPU with 1 rank, on a GPU with 2.
     """
     if parameters_on_nvme(live):
         problem = f"has parameters on NVMe: DeepSpeed {version()} cannot load into it"
