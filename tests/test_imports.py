@@ -1,8 +1,9 @@
-"""No module of the package imports itself by way of others when it is imported."""
+"""No module imports itself by way of others when it is imported, or a package that it can do without."""
 
 from __future__ import annotations
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +32,29 @@ def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
             yield from _imported(node.body)
 
 
+@functools.cache
+def _statements() -> dict[str, set[str]]:
+    """By module, what its statements import."""
+    return {name: {*_imported(ast.parse(path.read_text(encoding="utf-8")).body)} for name, path in _modules().items()}
+
+
 def _graph() -> dict[str, set[str]]:
-    modules = _modules()
-    graph: dict[str, set[str]] = {}
-    for name, path in modules.items():
-        found = _imported(ast.parse(path.read_text(encoding="utf-8")).body)
-        graph[name] = {n if n in modules else n.rpartition(".")[0] for n in found} & modules.keys() - {name}
-    return graph
+    """By module, the modules of the package that it imports."""
+    imported = _statements()
+    return {
+        name: {n if n in imported else n.rpartition(".")[0] for n in found} & imported.keys() - {name}
+        for name, found in imported.items()
+    }
+
+
+def _needing(package: str) -> set[str]:
+    """Modules that import a package, themselves or by way of others."""
+    needing = {name for name, found in _statements().items() if any(n.split(".")[0] == package for n in found)}
+    graph, size = _graph(), 0
+    while size < len(needing):
+        size = len(needing)
+        needing |= {name for name, found in graph.items() if found & needing}
+    return needing
 
 
 def test_no_module_is_imported_in_a_circle() -> None:
@@ -54,3 +71,19 @@ def test_a_circle_is_found() -> None:
     graph["ckpttool.errors"].add("ckpttool.cli")
     with pytest.raises(CycleError):
         TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(
+    ("package", "modules"),
+    [
+        ("ray", {"ray_train"}),
+        ("pyarrow", {"ray_train"}),
+        ("transformers", {"huggingface"}),
+        ("accelerate", {"accelerate"}),
+        ("lightning", {"lightning"}),
+        ("s3fs", set()),
+    ],
+)
+def test_a_package_is_needed_by_its_own_integration_alone(package: str, modules: set[str]) -> None:
+    of_storage = {name for name in _needing(package) if name.startswith("ckpttool.storage.s3")}
+    assert _needing(package) - of_storage <= {f"ckpttool.integrations.{name}" for name in modules}

@@ -35,13 +35,13 @@ from ckpttool.integrations.deepspeed.folders import (
     Folders,
     FoldersByStorage,
     candidates_in,
+    current_run,
     read_files,
     set_rng_of,
     was_within_epoch,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.patches import check_signatures, replaced, scratch_directory, write_file
-from ckpttool.integrations.ray_train import current_run
 from ckpttool.saving.coordination import RankError
 from ckpttool.storage import absolute_path
 

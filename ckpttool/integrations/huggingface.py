@@ -41,6 +41,7 @@ from ckpttool.integrations.deepspeed.folders import (
     Folders,
     candidates_in,
     check_no_foreign,
+    current_run,
     is_static,
     is_weights,
     read_files,
@@ -49,7 +50,6 @@ from ckpttool.integrations.deepspeed.folders import (
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
 from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
-from ckpttool.integrations.ray_train import current_run
 from ckpttool.saving.coordination import RankError
 from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
 

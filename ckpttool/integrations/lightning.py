@@ -28,10 +28,9 @@ from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
-from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, set_rng_of
+from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.patches import check_signatures
-from ckpttool.integrations.ray_train import current_run
 from ckpttool.storage import absolute_path, open_storage
 
 if TYPE_CHECKING:

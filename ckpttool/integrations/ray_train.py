@@ -26,7 +26,6 @@ import math
 import numbers
 import posixpath
 import secrets
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -745,7 +744,6 @@ class RayRun:
     """
 
     def __init__(self, context: Any) -> None:
-
         self._filesystem = context.storage_filesystem
         self._path = context.experiment_fs_path
         self.root = url_of(self._filesystem, self._path)
@@ -755,8 +753,6 @@ class RayRun:
 
     def report(self, folder: str, metrics: Mapping[str, Any]) -> None:
         """Report a committed checkpoint of the run's directory to Ray by reference, on every worker."""
-        import ray.train
-
         # Ray requires the run's own file system object.
         path = posixpath.join(self._path, posixpath.relpath(folder, self.root))
         checkpoint = ray.train.Checkpoint(path, filesystem=self._filesystem)
@@ -773,20 +769,3 @@ def _known_to_ray() -> set[str]:
     mode = ray.train.CheckpointConsistencyMode.COMMITTED
     known = ray.train.get_all_reported_checkpoints(consistency_mode=mode)
     return {posixpath.basename(one.checkpoint.path.rstrip("/")) for one in known}
-
-
-def current_run() -> RayRun | None:
-    """Return the run of Ray Train that this process is a worker of; None outside of one.
-
-    Raises:
-        PlanError: The worker is one of an old release of Ray Train.
-    """
-    train = sys.modules.get("ray.train")
-    if train is None:
-        return None
-    if not hasattr(train, "get_preemption_info"):
-        raise PlanError("ray.train", "is not Train V2", "use Ray 2.60 or later, without RAY_TRAIN_V2_ENABLED=0")
-    try:
-        return RayRun(train.get_context().get_storage())
-    except (RuntimeError, NotImplementedError):
-        return None

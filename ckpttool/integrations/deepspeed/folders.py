@@ -13,6 +13,7 @@ import logging
 import os
 import posixpath
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import torch
 from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.commit.marks import is_unfinished
-from ckpttool.errors import ArgumentError, CkptError, LayoutError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats import open_whole
 from ckpttool.formats.scan import scan, trainer_folders
 from ckpttool.formats.sidecars import PATTERNS
@@ -32,7 +33,6 @@ from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
 from ckpttool.integrations.patches import write_file
-from ckpttool.integrations.ray_train import current_run
 from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
 from ckpttool.storage import connect, local_path, open_storage, scheme_of
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.ray_train import RayRun
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
@@ -307,6 +308,25 @@ class FoldersByStorage:
         """Wait for all of them, as ``Folders.wait``."""
         for saves in self._made.values():
             saves.wait()
+
+
+def current_run() -> RayRun | None:
+    """Return the run of Ray Train that this process is a worker of; None outside of one.
+
+    Raises:
+        PlanError: The worker is one of an old release of Ray Train.
+    """
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    if not hasattr(train, "get_preemption_info"):
+        raise PlanError("ray.train", "is not Train V2", "use Ray 2.60 or later, without RAY_TRAIN_V2_ENABLED=0")
+    from ckpttool.integrations.ray_train import RayRun  # imports Ray
+
+    try:
+        return RayRun(train.get_context().get_storage())
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def is_weights(name: str) -> bool:
