@@ -352,12 +352,16 @@ def _leftovers(out: str, new: os.stat_result | None = None) -> list[str]:
     Args:
         out: The output directory.
         new: Stat of a new staging directory. File systems without owners or modes give all directories the same ones.
+
+    Raises:
+        StorageError: The directory above OUT cannot be listed.
     """
     above, prefix = _place(out)
     owner, mode = (os.geteuid(), stat.S_IFDIR | 0o700) if new is None else (new.st_uid, new.st_mode)
     is_named = re.compile(re.escape(prefix) + _RANDOM + re.escape(SUFFIX)).fullmatch
     found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+    missing = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
+    with translate_os_errors(above), missing:
         for path in (os.path.join(above, name) for name in sorted(os.listdir(above)) if is_named(name)):
             with contextlib.suppress(FileNotFoundError):
                 info = os.lstat(path)
