@@ -36,6 +36,7 @@ from tests.faults.disks import CHANGES, watching
 from tests.faults.rules import Before, Nothing, Rule
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +281,7 @@ def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None
     for number in (1, 2):
         (root / f"step{number}" / "mp_rank_00_model_states.pt").unlink()
     api.unpin(root / "step1")
-    with pytest.raises(CkptError, match="is missing"):
+    with refused(CkptError):
         api.pin(root / "step2", why="mine")
 
 
@@ -372,7 +373,7 @@ def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path
 
 def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
     (root / "step1" / "model.safetensors").write_text("mine")
-    with pytest.raises(CkptError, match=r"step1: cannot be thinned: holds model\.safetensors, which is in the way"):
+    with refused(CkptError):
         api.prune(root, keep_last=3, thin="bf16")
     assert not api.inspect(root / "step1").thin
     with pytest.raises(PlanError):
@@ -389,7 +390,7 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
     (root / "step3" / "model.safetensors").write_text("mine too")
-    with pytest.raises(PruneError, match="step1: cannot be thinned: holds model") as caught:
+    with refused(PruneError) as caught:
         api.prune(root, keep_last=1, thin="bf16")
     assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
 
@@ -457,7 +458,7 @@ def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytes
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(PruneError, match="step1: cannot be removed: permission denied"):
+    with refused(PruneError):
         api.prune(root, keep_last=3)
 
 
@@ -685,7 +686,7 @@ def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch:
         delete(paths)
 
     monkeypatch.setattr(type(LOCAL), "delete", refuse)
-    with pytest.raises(PruneError, match="is thin, but not all old files are removed: permission denied; repair that"):
+    with refused(PruneError):
         api.prune(root, keep_last=3, thin="bf16")
     monkeypatch.undo()
     assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
@@ -718,7 +719,7 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
     shown = ckpttool("prune", tmp_path, "--keep-last", 1, "--thin", "bf16", "--dry-run").stdout
     assert "1 would be thinned" in shown
     assert "a checkpoint whose values are damaged is kept whole" in shown
-    with pytest.raises(PruneError, match="cannot be thinned: record "):
+    with refused(PruneError):
         api.prune(tmp_path, keep_last=1, thin="bf16")
     assert not api.inspect(tmp_path / "step1").thin
     assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout

@@ -13,6 +13,7 @@ from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -106,7 +107,7 @@ def test_any_reads_one_after_the_other(
 def test_another_size_is_found_when_it_is_opened(path: str) -> None:
     storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
     os.truncate(path, len(DATA) - 1)
-    with pytest.raises(ContainerError, match="is 116 bytes long, but 117 in the manifest"):
+    with refused(ContainerError):
         storage.open(path)
 
 

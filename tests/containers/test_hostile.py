@@ -44,6 +44,7 @@ from tests.hostile import (
     without_checksum,
     zip_file,
 )
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -235,9 +236,9 @@ def test_time_is_in_proportion_to_length() -> None:
 def test_lying_tensor_is_refused(lie: str) -> None:
     pickled = proto2(lying_tensors()[lie])
     payload = struct.pack("<q", 4) + bytes(16)
-    with pytest.raises(ContainerError, match=r"^run/file.pt: [^\n]+; [^\n]+$"):
+    with refused(ContainerError):
         read(zip_file(pickled, {"0": bytes(16)}))
-    with pytest.raises(ContainerError, match=r"^run/file.pt: [^\n]+; [^\n]+$"):
+    with refused(ContainerError):
         read(legacy_file(pickled, proto2(b"]" + text("0") + b"a"), payload))
 
 
@@ -251,7 +252,7 @@ def test_the_same_tensor_with_true_sizes_is_read() -> None:
 def test_a_tiny_storage_expanded_to_a_petabyte_has_no_range() -> None:
     pickled = proto2(tensor(storage(), 0, integers(1 << 50), integers(0)))
     file = read_torch_file(BytesReader(zip_file(pickled, {"0": bytes(16)})))
-    with pytest.raises(ContainerError, match="stored with strides"):
+    with refused(ContainerError):
         file.locate(file.root)
 
 
@@ -361,7 +362,7 @@ def test_a_false_zip64_record_is_refused(field: str, value: int) -> None:
     locator = data.rindex(b"PK\x06\x07")
     end64 = data.rindex(b"PK\x06\x06")
     at = {"position": locator + 8, "start": end64 + 48, "nbytes": end64 + 40, "count": end64 + 32}[field]
-    with pytest.raises(ContainerError, match=r"^run/file.pt: the zip"):
+    with refused(ContainerError):
         read(overwrite(data, at, struct.pack("<Q", value)))
 
 
@@ -373,13 +374,13 @@ def test_a_false_zip64_size_is_refused() -> None:
     )
     central += b"a/data.pkl" + entry
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, len(central), len(body), 0)
-    with pytest.raises(ContainerError, match=r"'a/data\.pkl' reaches beyond the data"):
+    with refused(ContainerError):
         read(body + central + end)
 
 
 def test_directory_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_BYTES", 100)
-    with pytest.raises(ContainerError, match="the zip directory is larger than 100 bytes"):
+    with refused(ContainerError):
         read(_saved())
 
 
@@ -387,7 +388,7 @@ def test_directory_too_large_is_refused_before_it_is_read(monkeypatch: pytest.Mo
 def test_pickle_too_large_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 100)
     monkeypatch.setattr(torch_file, "FIRST_READ", 50)
-    with pytest.raises(ContainerError, match="its pickle is larger than 100 bytes"):
+    with refused(ContainerError):
         read(data)
 
 
@@ -492,7 +493,7 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_pickle_is_refused(odd: str) -> None:
-    with pytest.raises(ContainerError, match=r"^odd.pt: pickle (refused at|is damaged before) byte \d+[^\n]*; [^\n]+$"):
+    with refused(ContainerError):
         unpickle(ODD[odd], path="odd.pt")
 
 

@@ -38,6 +38,7 @@ from ckpttool.storage.safe_files import Directory
 from ckpttool.storage.staging import JOURNAL, Journal
 from ckpttool.units import Meter
 from tests.execution.outputs import run_into
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,14 +117,14 @@ def test_a_full_disk_is_an_error_that_names_the_file(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(StorageError, match="out: no space left on the device"):
+    with refused(StorageError):
         _run(_plan(source, 10), tmp_path)
 
 
 def test_a_source_that_changed_since_the_plan_was_made_is_an_error(source: Path, tmp_path: Path) -> None:
     plan = _plan(source, 10)
     os.utime(source, ns=(1, 1))
-    with pytest.raises(StorageError, match="source: changed since its layout was read"):
+    with refused(StorageError):
         _run(plan, tmp_path)
 
 
@@ -144,7 +145,7 @@ def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
 
     monkeypatch.setattr(os, "copy_file_range", cut_and_copy)
     monkeypatch.setattr(os, "preadv", cut_and_read)
-    with pytest.raises(StorageError, match="source: ended at byte"):
+    with refused(StorageError):
         _run(_plan(source, shift), tmp_path)
 
 
@@ -158,7 +159,7 @@ def test_a_source_that_changes_meanwhile_is_an_error(
         return read(fd, buffers, at)
 
     monkeypatch.setattr(os, "preadv", rewrite)
-    with pytest.raises(StorageError, match="changed while it was being read"):
+    with refused(StorageError):
         _run(_plan(source, 11), tmp_path)
 
 
@@ -172,7 +173,7 @@ def test_the_first_error_stops_the_other_threads() -> None:
         time.sleep(0.01)
         return number
 
-    with pytest.raises(StorageError, match="broke"):
+    with refused(StorageError):
         list(in_threads((partial(task, n) for n in range(1000)), 2))
     assert len(began) < 20
 
@@ -232,7 +233,7 @@ def test_an_error_in_one_file_stops_the_others_in_the_middle(
 
     monkeypatch.setattr(copy, "TASK_ELEMENTS", SIZE // 20)
     monkeypatch.setattr(os, "pwrite", fail_in_the_second)
-    with pytest.raises(StorageError, match="c: no space left on the device"):
+    with refused(StorageError):
         run_into(_two_files(source), str(tmp_path), jobs=2)
     assert len(after) < 8  # of twenty and more
     assert not {f for f in _open_files() if f.startswith(str(tmp_path))}
@@ -426,7 +427,7 @@ def test_a_file_that_others_write_to_is_complete_when_they_are(tmp_path: Path, m
     monkeypatch.setattr(os, "pwrite", fail)
     plan = _masters_and_weights(tmp_path / "source")
     with Directory.open(str(out)) as directory:
-        with pytest.raises(StorageError, match="2: no space left on the device"):
+        with refused(StorageError):
             run_into(plan, directory, jobs=1, journal=Journal(directory))
         assert [f.name for f in plan.files if Journal(directory).has(f.name, f.nbytes)] == ["masters/1"]
     assert not {f for f in _open_files() if f.startswith(str(out))}

@@ -11,6 +11,7 @@ import torch
 import ckpttool
 from ckpttool.errors import LayoutError
 from ckpttool.formats import open_checkpoint
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +172,7 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
     root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, _other_sub_group_step)
-    with pytest.raises(LayoutError, match="has sub-groups 0 and 1"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -218,7 +219,7 @@ def test_padding_that_no_alignment_explains_is_refused(checkpoint_copy: Callable
     _edit(root / "global_step3" / MODEL, lambda file: file["param_shapes"][1].pop("norm.bias"))
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, lambda file: _states(file).pop("param_alignment_paddings"))
-    with pytest.raises(LayoutError, match=r"partitions of 40 elements on 2 ranks, .* have 59 elements"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -233,7 +234,7 @@ def test_frozen_weights_quantised_by_zero_are_refused_for_their_scale_is_lost(
 
     for path in (root / "global_step3").glob("*model_states.pt"):
         _edit(path, quantise)
-    with pytest.raises(LayoutError, match=r"frozen_proj\.bias is quantised to 8 bit .* its scale was not saved"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -256,7 +257,7 @@ def test_a_rank_whose_place_among_the_experts_is_another_is_refused(checkpoint_c
                 entry["partition_rank"] = 1 - entry["partition_rank"]
 
     _edit(next(root.rglob("*rank_0*optim_states.pt")), move)
-    with pytest.raises(LayoutError, match="ds_zero_partition_groups gives rank 0 another position"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 

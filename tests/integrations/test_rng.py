@@ -11,6 +11,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import ArgumentError, PlanError
+from tests.wording import refused
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -95,12 +96,12 @@ def test_errors() -> None:
     ):
         with pytest.raises(ArgumentError, match=words):
             ckpttool.derive_rng_state(*arguments)
-    with pytest.raises(ArgumentError, match="names 'cpu'"):
+    with refused(ArgumentError):
         ckpttool.derive_rng_state([state], 0, 1, shared=["cpu"])
-    with pytest.raises(ArgumentError, match="not a state of rng_state"):
+    with refused(ArgumentError):
         ckpttool.set_rng_state({"torch": state["torch"]})
-    with pytest.raises(ArgumentError, match="lacks numpy"):
+    with refused(ArgumentError):
         ckpttool.set_rng_state({key: value for key, value in state.items() if key != "numpy"})
     other = {**state, "numpy": {**state["numpy"], "bit_generator": "PCG64"}}
-    with pytest.raises(PlanError, match="used 'PCG64', for which no stream can be derived"):
+    with refused(PlanError):
         ckpttool.derive_rng_state([other], 0, 1)

@@ -11,6 +11,7 @@ import pytest
 import ckpttool
 from ckpttool.model.batch import configured_batch, equal_batch
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +67,7 @@ def test_errors(tmp_path: Path) -> None:
     for config, words in wrong:
         with pytest.raises(ckpttool.CkptError, match=words):
             ckpttool.resume_config(config, world_size=2)
-    with pytest.raises(ckpttool.CkptError, match="world_size: is 0"):
+    with refused(ckpttool.CkptError):
         ckpttool.resume_config({GLOBAL: 8}, world_size=0)
 
 

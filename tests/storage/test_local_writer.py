@@ -16,6 +16,7 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import LOCAL, local, local_writer
 from ckpttool.storage.streams import write_stream
 from tests.saving.conftest import in_memory
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -129,7 +130,7 @@ def test_a_disk_that_fails(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     _use(_Os(pwrite), monkeypatch)
     path = tmp_path / "f"
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(StorageError, match="no space left"):
+    with refused(StorageError):
         _write(path, (bytes(PAGE) for _ in range(8)), 8 * PAGE)
     assert os.listdir(tmp_path) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("ckpttool-pack")]

@@ -20,6 +20,7 @@ from ckpttool.targets.zero.writer import plan_zero
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.truth import NAMES, source, tag_directory, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,7 +202,7 @@ def test_experts_in_a_custom_order_keep_their_expert_parallel_size(
     groups = [dataclasses.replace(g, parameters=g.parameters[::-1]) for g in checkpoint.groups]
     backwards = dataclasses.replace(checkpoint, groups=tuple(groups))
     plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
-    with pytest.raises(PlanError, match="in an order other than the model's; keep the expert-parallel size"):
+    with refused(PlanError):
         plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16", expert_parallel=2), tag="tag")
 
 
@@ -227,7 +228,7 @@ def test_a_missing_expert_is_reported() -> None:
         for g in checkpoint.groups
     ]
     partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), replicas=())
-    with pytest.raises(PlanError, match="lacks an expert of first"):
+    with refused(PlanError):
         plan_zero(partial, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
 
 
@@ -380,9 +381,9 @@ def test_values_are_unchanged_after_dcp(name: str, tmp_path: Path) -> None:
 
 def test_facts_missing_in_dcp_are_requested(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16"), tmp_path / "dcp", to="dcp")
-    with pytest.raises(PlanError, match="but no compute dtype; choose dtype"):
+    with refused(PlanError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
-    with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
+    with refused(PlanError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
 
 
@@ -394,9 +395,9 @@ def test_buffers_of_dcp_can_be_named(tmp_path: Path) -> None:
     assert not ckpttool.diff(source(name), tmp_path / "out").different
     back, own = ckpttool.inspect(tmp_path / "out"), ckpttool.inspect(source(name))
     assert {b.name for b in back.buffers} == {b.name for b in own.buffers} == {"positions", "seen", "mask"}
-    with pytest.raises(ArgumentError, match="'nothing', which matches no untrained tensor"):
+    with refused(ArgumentError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "none", buffers=["nothing"], **options)
-    with pytest.raises(ArgumentError, match="the source records its buffers"):
+    with refused(ArgumentError):
         ckpttool.convert(source(name), tmp_path / "none", buffers=["mask"], **options)
 
 
