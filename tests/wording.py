@@ -32,7 +32,7 @@ VARYING = {
     r"\b(localhost|127\.0\.0\.1):\d+": "SERVER",
     r"\bbucket-[0-9a-f]{12}\b": "BUCKET",
     r"(?<=/)[0-9a-f]{32}(?=/)": "RANDOM",
-    r"\.[0-9a-f]{16}(?=\.partial\b)": ".RANDOM",
+    r"\.[0-9a-f]{16}(?=\.(partial|removed)\b)": ".RANDOM",
     r"(?<=\bsha256:)[0-9a-f]{64}\b": "DIGEST",
     r"\b[0-9a-f]{8}(?=, but | was recorded\b)": "CHECKSUM",
     r"^(accelerate|lightning|transformers) [\w.]+(?=:)": r"\1 VERSION",

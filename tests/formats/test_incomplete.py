@@ -112,13 +112,10 @@ def test_a_layer_is_missed_by_its_shape_where_no_file_names_its_parameters(
 ) -> None:
     root = checkpoint_copy(name)
     assert "no file records the number of layers: layers 0 to 4 are present" in open_checkpoint(str(root)).remarks
-    for number, told in (
-        (0, r"fewer parameters of shape \(29, 10\) than the optimizer in mp_rank_00"),
-        (1, "layer_01"),
-    ):
+    for number in (0, 1):
         path = _tag(root) / f"layer_{number:02d}-model_states.pt"
         path.rename(root / "aside")
-        with pytest.raises(LayoutError, match=told):
+        with refused(LayoutError):
             open_checkpoint(str(root))
         (root / "aside").rename(path)
 

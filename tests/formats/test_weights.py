@@ -210,16 +210,15 @@ def test_ranks_shards_of_distributed_safetensors_are_not_a_whole_model(tmp_path:
     saved = tmp_path / "saved"
     shards = sorted(saved.iterdir())
     assert [s.name for s in shards] == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3)]
-    problem = "is the shard of one rank"
     for shard in shards:
-        with pytest.raises(LayoutError, match=problem):
+        with refused(LayoutError):
             open_checkpoint(str(shard))
     for gone in shards[:2]:
         gone.unlink()
         with pytest.raises(LayoutError):
             ckpttool.consolidate(saved, tmp_path / "out", to="safetensors", allow_partial=True)
     shards[2].rename(saved / "model.safetensors")  # its offsets tell as well
-    with pytest.raises(LayoutError, match=problem):
+    with refused(LayoutError):
         ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
     assert not (tmp_path / "out").exists()
 
@@ -254,7 +253,7 @@ def test_the_file_of_one_rank_is_not_a_whole_model(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(_files_of_ranks, (tmp_path,), nprocs=2, start_method="fork")
     for name in ("DTensor", "ShardedTensor", "flat parameter", "sparse"):
         for rank in (0, 1):
-            with pytest.raises(LayoutError, match=f"holds .*{name}"):
+            with refused(LayoutError):
                 ckpttool.consolidate(tmp_path / f"{name}-{rank}.bin", tmp_path / "out", to="safetensors")
     assert not (tmp_path / "out").exists()
 

@@ -88,14 +88,9 @@ def test_shared_streams() -> None:
 
 def test_errors() -> None:
     state = ckpttool.rng_state()
-    for arguments, words in (
-        (([], 0, 1), "has no state"),
-        (([state], 2, 2), "is 2, not from 0 to 1"),
-        (([{"a": 1}], 0, 1), "not a state of rng_state"),
-        (([{**state, "rng_format": 9}], 0, 1), "later release"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            ckpttool.derive_rng_state(*arguments)
+    for states, rank in (([], 0), ([state], 2), ([{"a": 1}], 0), ([{**state, "rng_format": 9}], 0)):
+        with refused(ArgumentError):
+            ckpttool.derive_rng_state(states, rank, max(rank, 1))
     with refused(ArgumentError):
         ckpttool.derive_rng_state([state], 0, 1, shared=["cpu"])
     with refused(ArgumentError):

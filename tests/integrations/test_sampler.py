@@ -212,24 +212,19 @@ def test_pending_micro_batches_are_read_again() -> None:
 
 
 def test_errors() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"batch_size": 0}, "batch_size: is 0"),
-        ({"tail": "wrap"}, "tail: is 'wrap'"),
-        ({"rank": 2}, "rank: is 2, not from 0 to 1"),
-        ({"length": 1}, "data: has 1 samples, fewer than the 2 of all ranks"),
-        ({"length": 7, "tail": "drop", "accumulation": 2}, "fewer than the 8 of a step"),
+    wrong: list[dict[str, Any]] = [
+        {"batch_size": 0},
+        {"tail": "wrap"},
+        {"rank": 2},
+        {"length": 1},
+        {"length": 7, "tail": "drop", "accumulation": 2},
     ]
-    for options, words in wrong:
-        with pytest.raises(ArgumentError, match=words):
+    for options in wrong:
+        with refused(ArgumentError):
             _sampler(**{"length": 9, "ranks": 2, "rank": 0, **options})
     state = _sampler(9, 0, 1).state_dict()
-    for changed, words in (
-        ({"length": 10}, "length 10, but the sampler has 9"),
-        ({"seed": 6}, "seed 6, but the sampler has 5"),
-        ({"shuffle": False}, "shuffle False"),
-        ({"sampler_format": 2}, "later release"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
+    for changed in ({"length": 10}, {"seed": 6}, {"shuffle": False}, {"sampler_format": 2}):
+        with refused(ArgumentError):
             _sampler(9, 0, 1).load_state_dict({**state, **changed})
     with refused(ArgumentError):
         _sampler(9, 0, 1).load_state_dict({})

@@ -90,5 +90,5 @@ def test_a_marker_as_consoles_leave_it_is_an_empty_directory(s3: Bucket) -> None
 def test_a_missing_bucket_is_named(s3: Bucket) -> None:
     storage = _storage(s3)
     for ask in (storage.is_dir, storage.exists, storage.listing):
-        with pytest.raises(StorageError, match="bucket"):
+        with refused(StorageError):
             ask(f"s3://{s3.name}-not/out")

