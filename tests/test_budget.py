@@ -116,13 +116,14 @@ def test_budget_is_shared_by_all_of_an_open_and_by_nothing_else() -> None:
             spend(CHUNKS, 1e30, "x")
 
 
-def test_option_raises_the_budget(checkpoint_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_multiplies_the_budget(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
-    monkeypatch.setattr("ckpttool.containers.unpickler.MEMORY", type(MEMORY)(100, 0.0, "bytes"))
+    little = 100 / MEMORY.base
     with refused(CkptError):
-        ckpttool.inspect(root)
+        ckpttool.inspect(root, open_budget=little)
+    assert "may take more than" in command("inspect", root, "--open-budget", little).error
     assert command("inspect", root, "--open-budget", "100000").code == 0
-    assert ckpttool.inspect(root, open_budget=100_000).tag == "global_step3"
+    assert ckpttool.inspect(root, open_budget=100_000 * little).tag == "global_step3"
     with refused(ValueError):
         ckpttool.inspect(root, open_budget=0)
     assert os.path.isdir(root)

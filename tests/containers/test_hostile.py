@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.containers import torch_file, torch_zip, unpickler
+from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
-from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.containers.torch_file import FIRST_READ, read_torch_file
 from ckpttool.containers.unpickler import unpickle
 from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.errors import CkptError, ContainerError, StorageError
@@ -204,13 +204,12 @@ def test_bomb_is_refused_for_what_it_is(bomb: str, explosions: dict[str, list[tu
 
 
 @pytest.mark.parametrize("what", greedy(1))
-def test_memory_taken_is_less_than_memory_charged(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_taken_is_less_than_memory_charged(what: str) -> None:
     data = greedy(8_000)[what]
     limit = 1 << 21
-    monkeypatch.setattr(unpickler, "MAX_MEMORY_BYTES", limit)
     tracemalloc.start()
     try:
-        unpickle(data, path="greedy.pt")
+        unpickle(data, path="greedy.pt", max_memory_bytes=limit)
     except ContainerError as error:
         assert "more than 2,097,152 bytes of memory" in str(error) or what == "marks"  # noqa: PT017
     finally:
@@ -348,9 +347,9 @@ def _saved() -> bytes:
     return stream.getvalue()
 
 
-def _saved_legacy() -> bytes:
+def _saved_legacy(more: str = "x") -> bytes:
     stream = io.BytesIO()
-    value = {"a": torch.arange(3.0), "b": [1, "x", (2.5, None)], "c": torch.Size([2])}
+    value = {"a": torch.arange(3.0), "b": [1, more, (2.5, None)], "c": torch.Size([2])}
     torch.save(value, stream, _use_new_zipfile_serialization=False)
     return stream.getvalue()
 
@@ -378,23 +377,19 @@ def test_a_false_zip64_size_is_refused() -> None:
         read(body + central + end)
 
 
-def test_directory_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_BYTES", 100)
+def test_directory_too_large_is_refused_before_it_is_read() -> None:
     with refused(ContainerError):
-        read(_saved())
+        torch_zip.parse(BytesReader(_saved()), max_directory_bytes=100)
 
 
 @pytest.mark.parametrize("data", [_saved(), _saved_legacy()], ids=["zip", "legacy"])
-def test_pickle_too_large_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 100)
-    monkeypatch.setattr(torch_file, "FIRST_READ", 50)
+def test_pickle_too_large_is_refused(data: bytes) -> None:
     with refused(ContainerError):
-        read(data)
+        read_torch_file(BytesReader(data), max_pickle_bytes=100)
 
 
-def test_legacy_pickle_is_read_in_growing_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "FIRST_READ", 16)
-    reader = BytesReader(_saved_legacy())
+def test_legacy_pickle_is_read_in_growing_pieces() -> None:
+    reader = BytesReader(_saved_legacy(more="x" * 5 * FIRST_READ))
     assert read_torch_file(reader).root["a"].shape == (3,)
 
 

@@ -13,7 +13,7 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HostPayload, PlainFile, write_files
-from ckpttool.storage import MANIFEST, MARK, open_storage, retry
+from ckpttool.storage import MANIFEST, MARK, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.s3 import S3Storage
@@ -241,7 +241,6 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
 ) -> None:
     clock = crew.Clock()
     crew.install(clock, monkeypatch)
-    monkeypatch.setattr(retry, "ATTEMPTS", 3)
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         name = sorted(version(1))[1]  # the second rank's

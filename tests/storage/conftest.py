@@ -34,8 +34,7 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pauses between attempts; no test sees the memory storage of another."""
     import fsspec
 
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0)
     yield
     memory = fsspec.filesystem("memory")
     memory.store.clear()
