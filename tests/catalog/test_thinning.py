@@ -309,7 +309,6 @@ def _faults(names: list[str]) -> Iterator[Fault]:
 def test_a_crash_at_every_operation_loses_nothing(
     committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(LocalWriter, "part_bytes", 4096)
     base = tmp_path / "base"
     base.mkdir()
     original = _prepared(base, committed=committed)
@@ -362,7 +361,6 @@ def test_a_crash_at_every_operation_loses_nothing(
 def test_a_power_failure_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    monkeypatch.setattr(LocalWriter, "part_bytes", 4096)
     original = _prepared(tmp_path / "base", committed=True)
     whole = {p.name: p.read_bytes() for p in original.iterdir()}
     root = Path(shutil.copytree(tmp_path / "base", tmp_path / "root"))

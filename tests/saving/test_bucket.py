@@ -16,10 +16,11 @@ from ckpttool.saving.files import HostPayload, PlainFile, write_files
 from ckpttool.storage import MANIFEST, MARK, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
+from ckpttool.storage.retry import ATTEMPTS
 from ckpttool.storage.s3 import S3Storage
 from tests import sampling
 from tests.faults.disks import Fault, Killed, Machine
-from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
+from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Answer, Cut
 from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
@@ -252,7 +253,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
         errors = {str(o.error) for o in outcomes}
         assert len(errors) == 1, errors
         error = errors.pop()
-        assert f"was not saved: rank 1: {url}/step1/{name}: the store failed 3 times" in error
+        assert f"was not saved: rank 1: {url}/step1/{name}: the store failed {ATTEMPTS} times" in error
         assert error.endswith("nothing was committed")
     assert bucket.uploads() == []
     assert [k for k in bucket.keys("run/") if "/step1/" in k] == []
@@ -269,10 +270,9 @@ def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
 
 
 def test_full_bucket(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: S3Storage, path: str, data: bytes) -> None:
-        raise StorageError(path, "no space left on the device", "free some")
-
-    url = bucket.url("run")
-    monkeypatch.setattr(S3Storage, "put", full)
-    with refused(StorageError):
-        save_version(open_storage(url), url, Alone(), "step1", 1)
+    with Proxy(bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.add(Answer(403, "QuotaExceeded"), "put_object", times=None)
+        url = bucket.url("run")
+        with refused(StorageError):
+            save_version(open_storage(url), url, Alone(), "step1", 1)

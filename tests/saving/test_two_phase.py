@@ -25,7 +25,7 @@ from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
 from tests.faults.disks import Machine
 from tests.saving import crew
-from tests.saving.checkpoints import chosen, content, part, save_version, version, whole
+from tests.saving.checkpoints import Intercepted, chosen, content, part, save_version, version, whole
 from tests.wording import refused
 
 if TYPE_CHECKING:
@@ -186,19 +186,25 @@ def test_two_ranks_with_one_file(root: str, together: Callable[..., list[crew.Ou
     assert all("two ranks would write same.pt" in str(o.error) for o in outcomes)
 
 
-def test_no_room(root: str, monkeypatch: pytest.MonkeyPatch, together: Callable[..., list[crew.Outcome]]) -> None:
+class _AlmostFull(LocalStorage):
+    def __init__(self, free: int) -> None:
+        self._free = free
+
+    def free_bytes(self, directory: str) -> int:
+        return self._free
+
+
+def test_no_room(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
     put(root, "step1", 1)
     total = sum(map(len, version(2).values()))
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, directory: total)
-    outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step2", 2))
+    outcomes = together(lambda ranks: save_version(_AlmostFull(total), root, ranks, "step2", 2))
     needed = int(two_phase.SPACE_FACTOR * total)
     assert {str(o.error) for o in outcomes} == {
         f"{root}/step2: needs {needed:,} bytes, but only {total:,} are free; "
         "free some space, keep fewer checkpoints, or choose another root"
     }
     assert not os.path.exists(f"{root}/step2")
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self, directory: needed)
-    put(root, "step2", 2)
+    save_version(_AlmostFull(needed), root, Alone(), "step2", 2)
 
 
 @pytest.mark.parametrize("fails", ["no room", "no lasting rename", "no mark"])
@@ -234,15 +240,14 @@ def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
 
 
 def test_an_unexpected_error_of_one_rank_is_raised_on_all(
-    root: str, together: Callable[..., list[crew.Outcome]], monkeypatch: pytest.MonkeyPatch
+    root: str, together: Callable[..., list[crew.Outcome]]
 ) -> None:
     def fails(storage: Any, directory: str, files: Any, check: Any) -> Any:
         if any("rank_1" in file.name for file in files):
             raise KeyError("unforeseen")
         return write_files(storage, directory, files, check)
 
-    monkeypatch.setattr("ckpttool.saving.files.write_files", fails)
-    outcomes = together(lambda ranks: save_version(LOCAL, root, ranks, "step1", 1))
+    outcomes = together(lambda ranks: save_version(Intercepted(LOCAL, fails), root, ranks, "step1", 1))
     assert len({str(o.error) for o in outcomes}) == 1
     assert "KeyError: 'unforeseen'" in str(outcomes[0].error)
     assert os.listdir(root) == []

@@ -41,6 +41,13 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     memory.pseudo_dirs[:] = [""]
 
 
+@pytest.fixture
+def small_stream_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Size of the parts in which files of storages other than S3 are written; small."""
+    monkeypatch.setattr("ckpttool.storage.fsspec.PART_BYTES", 1024)
+    return 1024
+
+
 @pytest.fixture(params=["local", "memory", "s3", *places.OTHERS])
 def place(request: pytest.FixtureRequest) -> places.Place:
     """Each of the storages in turn."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpttool
 from ckpttool.errors import StorageError
@@ -440,23 +441,22 @@ def in_memory() -> str:
 
 @either_client
 def test_a_short_answer_is_never_taken_for_a_whole_one(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = RemoteStorage.get
-    monkeypatch.setattr(RemoteStorage, "get", lambda *arguments: read(*arguments)[:-1])
+    read = MemoryFileSystem.cat_file
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *given, **span: read(*given, **span)[:-1])
     with pytest.raises(StorageError, match=f"the store failed {retry.ATTEMPTS} times, last with .* bytes instead"):
         ckpttool.inspect(in_memory)
 
 
 @either_client
 def test_a_file_rewritten_during_inspect_is_an_error(in_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = RemoteStorage.get
+    read = MemoryFileSystem.cat_file
 
-    def rewritten(storage: RemoteStorage, path: str, *arguments: Any) -> bytes | memoryview:
-        data = read(storage, path, *arguments)
+    def rewritten(fs: MemoryFileSystem, path: str, **span: Any) -> Any:
         if path.endswith(".pt"):
-            storage.fs.pipe_file(storage.key(path), storage.fs.cat_file(storage.key(path)))  # the same bytes, anew
-        return data
+            fs.pipe_file(path, read(fs, path))  # the same bytes, anew
+        return read(fs, path, **span)
 
-    monkeypatch.setattr(RemoteStorage, "get", rewritten)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", rewritten)
     with refused(StorageError):
         ckpttool.inspect(in_memory)
 
