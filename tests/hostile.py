@@ -11,12 +11,13 @@ import itertools
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckpttool.ranges import ByteRange
 
@@ -205,105 +206,131 @@ _TOUCH = b"cos\nsystem\n(S'touch pwned'\ntR."
 # ------------------------------------------------------------------------------------------------- exhaustion
 
 
+class Made(Mapping[str, bytes]):
+    """Bytes by name, each made when it is asked for: some take a second."""
+
+    def __init__(self, makers: dict[str, Callable[[], bytes]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> bytes:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
 @functools.cache
-def bombs() -> dict[str, bytes]:
+def bombs() -> Made:
     """Small pickles that ask for endless time, memory or stack. Each must end quickly, one way or the other."""
     deep = 1_000_000
-    return {
-        # Nesting.
-        "lists in lists": proto2(b"]" * deep + b"a" * (deep - 1)),
-        "tuples in tuples": proto2(b")" + b"\x85" * deep),
-        "tuples in tuples as a key": proto2(b"})" + b"\x85" * 100_000 + b"Ns"),
-        "dicts in dicts": proto2(b"}N" * 100_000 + b"}" + b"s" * 100_000),
-        "states in states": proto2(name("a", "b") + b"q\x000" + b"h\x00)\x81" * 100_000 + b"b" * 99_999),
-        "arguments in arguments": proto2(name("a", "b") + b"q\x00" + b"\x85q\x010h\x00h\x01\x81" * 100_000),
-        "calls of calls": proto2(name("a", "b") + b")R" * 100_000),
-        "attributes of tensors": proto2(_tensors_in_tensors(20_000)),
-        "frozensets in frozensets": b"\x80\x04" + b"(" * 100_000 + b"\x91" * 100_000 + b".",
-        "a deep list met first near the top": proto2(_listed_chain(300_000)),
-        # What is shared counts once for us, and 2**n times for whoever forgets that.
-        "billion laughs in lists": proto2(_laughs(b"]", b"a")),
-        "billion laughs in tuples": proto2(b")q\x00" + b"0h\x00h\x00\x86q\x00" * 150),
-        "billion laughs in keys": proto2(b")q\x00" + b"0h\x00h\x00\x86q\x00" * 150 + b"0}h\x00Ns"),
-        "billion laughs in wide keys": proto2(b"Nq\x00" + (b"0(" + b"h\x00" * 60 + b"tq\x00") * 4 + b"0}h\x00Ns"),
-        "billion laughs in arguments": proto2(b")q\x00" + (b"0" + name("a", "b") + b"h\x00h\x00\x86Rq\x00") * 60),
-        "one huge key used often": proto2(b"(" + b"N" * 500_000 + b"tq\x000}(" + b"h\x00N" * 500_000 + b"u"),
-        "one huge list made a set often": proto2(
-            b"]q\x00("
-            + b"".join(b"M" + struct.pack("<H", i) for i in range(50_000))
-            + b"e0"
-            + name("builtins", "set")
-            + b"q\x010h\x00\x85q\x020]("
-            + b"h\x01h\x02R" * 200_000
-            + b"e"
-        ),
-        "one huge list of pairs made a dict often": proto2(
-            b"](K\x00N\x86q\x00"
-            + b"h\x00" * 200_000
-            + b"e\x85q\x020"
-            + name("collections", "OrderedDict")
-            + b"q\x010]("
-            + b"h\x01h\x02R" * 200_000
-            + b"e"
-        ),
-        "one huge text encoded often": proto2(
-            name("_codecs", "encode")
-            + b"q\x010"
-            + text("x" * 1_000_000)
-            + text("latin1")
-            + b"\x86q\x020("
-            + b"h\x01h\x02R" * 200_000
-            + b"t"
-        ),
-        "one huge state given often": proto2(
-            b"(" + b"N" * 200_000 + b"lq\x000" + name("a", "b") + b"q\x010(" + b"h\x01)\x81h\x00b" * 50_000 + b"t"
-        ),
-        "one huge tuple of arguments given often": proto2(
-            b"(" + b"N" * 200_000 + b"tq\x000" + name("a", "b") + b"q\x010(" + b"h\x01h\x00R" * 50_000 + b"t"
-        ),
-        "one huge size": proto2(
-            b"("
-            + b"K\x01" * 500_000
-            + b"t\x85q\x000"
-            + name("torch", "Size")
-            + b"q\x010("
-            + b"h\x01h\x00R" * 99_999
-            + b"t"
-        ),
-        "names that grow": proto2(
-            text("x" * 100_000)
-            + b"q\x000"
-            + name("__builtin__", "getattr")
-            + b"q\x010"
-            + name("a", "b")
-            + b"q\x02"
-            + (b"0h\x01h\x02h\x00\x86Rq\x02") * 100_000
-        ),
-        "a tensor rebuilt from itself": proto2(_rebuild_in_rebuild(50_000)),
-        # Lengths that lie.
-        "BINBYTES8": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
-        "BINBYTES8 of a terabyte": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
-        "BINUNICODE8": b"\x80\x04\x8d" + b"\xff" * 8 + b".",
-        "BYTEARRAY8": b"\x80\x05\x96" + b"\xff" * 8 + b".",
-        "BINUNICODE": proto2(b"X\xff\xff\xff\xff"),
-        "BINSTRING of negative length": proto2(b"T\xff\xff\xff\xff"),
-        "FRAME": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
-        "LONG4": proto2(b"\x8b\xff\xff\xff\x7f"),
-        "LONG4 of negative length": proto2(b"\x8b\xff\xff\xff\xff"),
-        "a long integer in digits": b"L" + b"9" * 5_000_000 + b"L\n.",
-        "an integer in digits": b"I" + b"9" * 5_000_000 + b"\n.",
-        "a float in digits": b"F" + b"9" * 5_000_000 + b"\n.",
-        "a memo index in digits": b"Np" + b"9" * 5_000_000 + b"\n.",
-        "long integers, often": proto2(b"(" + (b"\x8a\xff" + b"\x7f" * 255) * 20_000 + b"t"),
-        # Keys with one hash.
-        "integers with one hash": proto2(
-            b"}(" + b"".join(integer(k * ((1 << 61) - 1)) + b"N" for k in range(200_000)) + b"u"
-        ),
-        "pairs with one hash": proto2(b"}(" + _colliding_pairs(100_000) + b"u"),
-        "long keys that differ at their ends, often": proto2(_long_keys(60) + b"}(" + _gets(60) * 4000 + b"u"),
-        "pairs with one hash in a set": b"\x80\x04\x8f(" + _colliding_pairs(100_000, then=b"") + b"\x90.",
-        "complex numbers with one hash": proto2(_colliding_complex(100_000)),
-    }
+    return Made(
+        {
+            # Nesting.
+            "lists in lists": lambda: proto2(b"]" * deep + b"a" * (deep - 1)),
+            "tuples in tuples": lambda: proto2(b")" + b"\x85" * deep),
+            "tuples in tuples as a key": lambda: proto2(b"})" + b"\x85" * 100_000 + b"Ns"),
+            "dicts in dicts": lambda: proto2(b"}N" * 100_000 + b"}" + b"s" * 100_000),
+            "states in states": lambda: proto2(name("a", "b") + b"q\x000" + b"h\x00)\x81" * 100_000 + b"b" * 99_999),
+            "arguments in arguments": lambda: proto2(name("a", "b") + b"q\x00" + b"\x85q\x010h\x00h\x01\x81" * 100_000),
+            "calls of calls": lambda: proto2(name("a", "b") + b")R" * 100_000),
+            "attributes of tensors": lambda: proto2(_tensors_in_tensors(20_000)),
+            "frozensets in frozensets": lambda: b"\x80\x04" + b"(" * 100_000 + b"\x91" * 100_000 + b".",
+            "a deep list met first near the top": lambda: proto2(_listed_chain(300_000)),
+            # What is shared counts once for us, and 2**n times for whoever forgets that.
+            "billion laughs in lists": lambda: proto2(_laughs(b"]", b"a")),
+            "billion laughs in tuples": lambda: proto2(b")q\x00" + b"0h\x00h\x00\x86q\x00" * 150),
+            "billion laughs in keys": lambda: proto2(b")q\x00" + b"0h\x00h\x00\x86q\x00" * 150 + b"0}h\x00Ns"),
+            "billion laughs in wide keys": lambda: proto2(
+                b"Nq\x00" + (b"0(" + b"h\x00" * 60 + b"tq\x00") * 4 + b"0}h\x00Ns"
+            ),
+            "billion laughs in arguments": lambda: proto2(
+                b")q\x00" + (b"0" + name("a", "b") + b"h\x00h\x00\x86Rq\x00") * 60
+            ),
+            "one huge key used often": lambda: proto2(
+                b"(" + b"N" * 500_000 + b"tq\x000}(" + b"h\x00N" * 500_000 + b"u"
+            ),
+            "one huge list made a set often": lambda: proto2(
+                b"]q\x00("
+                + b"".join(b"M" + struct.pack("<H", i) for i in range(50_000))
+                + b"e0"
+                + name("builtins", "set")
+                + b"q\x010h\x00\x85q\x020]("
+                + b"h\x01h\x02R" * 200_000
+                + b"e"
+            ),
+            "one huge list of pairs made a dict often": lambda: proto2(
+                b"](K\x00N\x86q\x00"
+                + b"h\x00" * 200_000
+                + b"e\x85q\x020"
+                + name("collections", "OrderedDict")
+                + b"q\x010]("
+                + b"h\x01h\x02R" * 200_000
+                + b"e"
+            ),
+            "one huge text encoded often": lambda: proto2(
+                name("_codecs", "encode")
+                + b"q\x010"
+                + text("x" * 1_000_000)
+                + text("latin1")
+                + b"\x86q\x020("
+                + b"h\x01h\x02R" * 200_000
+                + b"t"
+            ),
+            "one huge state given often": lambda: proto2(
+                b"(" + b"N" * 200_000 + b"lq\x000" + name("a", "b") + b"q\x010(" + b"h\x01)\x81h\x00b" * 50_000 + b"t"
+            ),
+            "one huge tuple of arguments given often": lambda: proto2(
+                b"(" + b"N" * 200_000 + b"tq\x000" + name("a", "b") + b"q\x010(" + b"h\x01h\x00R" * 50_000 + b"t"
+            ),
+            "one huge size": lambda: proto2(
+                b"("
+                + b"K\x01" * 500_000
+                + b"t\x85q\x000"
+                + name("torch", "Size")
+                + b"q\x010("
+                + b"h\x01h\x00R" * 99_999
+                + b"t"
+            ),
+            "names that grow": lambda: proto2(
+                text("x" * 100_000)
+                + b"q\x000"
+                + name("__builtin__", "getattr")
+                + b"q\x010"
+                + name("a", "b")
+                + b"q\x02"
+                + (b"0h\x01h\x02h\x00\x86Rq\x02") * 100_000
+            ),
+            "a tensor rebuilt from itself": lambda: proto2(_rebuild_in_rebuild(50_000)),
+            # Lengths that lie.
+            "BINBYTES8": lambda: b"\x80\x04\x8e" + b"\xff" * 8 + b".",
+            "BINBYTES8 of a terabyte": lambda: b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+            "BINUNICODE8": lambda: b"\x80\x04\x8d" + b"\xff" * 8 + b".",
+            "BYTEARRAY8": lambda: b"\x80\x05\x96" + b"\xff" * 8 + b".",
+            "BINUNICODE": lambda: proto2(b"X\xff\xff\xff\xff"),
+            "BINSTRING of negative length": lambda: proto2(b"T\xff\xff\xff\xff"),
+            "FRAME": lambda: b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+            "LONG4": lambda: proto2(b"\x8b\xff\xff\xff\x7f"),
+            "LONG4 of negative length": lambda: proto2(b"\x8b\xff\xff\xff\xff"),
+            "a long integer in digits": lambda: b"L" + b"9" * 5_000_000 + b"L\n.",
+            "an integer in digits": lambda: b"I" + b"9" * 5_000_000 + b"\n.",
+            "a float in digits": lambda: b"F" + b"9" * 5_000_000 + b"\n.",
+            "a memo index in digits": lambda: b"Np" + b"9" * 5_000_000 + b"\n.",
+            "long integers, often": lambda: proto2(b"(" + (b"\x8a\xff" + b"\x7f" * 255) * 20_000 + b"t"),
+            # Keys with one hash.
+            "integers with one hash": lambda: proto2(
+                b"}(" + b"".join(integer(k * ((1 << 61) - 1)) + b"N" for k in range(200_000)) + b"u"
+            ),
+            "pairs with one hash": lambda: proto2(b"}(" + _colliding_pairs(100_000) + b"u"),
+            "long keys that differ at their ends, often": lambda: proto2(
+                _long_keys(60) + b"}(" + _gets(60) * 4000 + b"u"
+            ),
+            "pairs with one hash in a set": lambda: b"\x80\x04\x8f(" + _colliding_pairs(100_000, then=b"") + b"\x90.",
+            "complex numbers with one hash": lambda: proto2(_colliding_complex(100_000)),
+        }
+    )
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,13 @@ def _edited(change: Callable[[Path, Path], None]) -> Callable[[Path, Path], None
 def _attack(name: str, of: Callable[[bytes], Callable[[Path, Path], None]]) -> Callable[[Path, Path], None]:
     """What would leave a file outside: in the test's own directory, so that no other run can have left it."""
     return lambda root, outside: of(attacks(str(outside / "obeyed"))[name])(root, outside)
+
+
+def _later(
+    data: Callable[[], bytes], of: Callable[[bytes], Callable[[Path, Path], None]]
+) -> Callable[[Path, Path], None]:
+    """Bytes that are made with the checkpoint."""
+    return lambda root, outside: of(data())(root, outside)
 
 
 def _pickled(data: bytes) -> Callable[[Path, Path], None]:
@@ -125,9 +133,11 @@ def corpus() -> dict[str, Callable[[Path, Path], None]]:
         "dcp that runs a command": _attack("os.system", _dcp),
         "dcp of zeros": _dcp(bytes(1000)),
     }  # fmt: skip
-    for name, data in [*bombs().items(), *lying_tensors().items(), *greedy(3_000).items()]:
-        found.setdefault(f"pickle: {name}", _pickled(data))
-        found.setdefault(f"dcp: {name}", _dcp(data))
+    made = {name: partial(lambda key: greedy(3_000)[key], name) for name in greedy(1)}
+    made |= {name: partial(values.__getitem__, name) for values in (lying_tensors(), bombs()) for name in values}
+    for name, data in made.items():
+        found[f"pickle: {name}"] = _later(data, _pickled)
+        found[f"dcp: {name}"] = _later(data, _dcp)
     for name in list(attacks(""))[::4]:
         found[f"attack: {name}"] = _attack(name, _pickled)
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.truth import REPRESENTATIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     import pytest
 
@@ -54,3 +55,30 @@ def some(cases: Iterable[T], count: int, *, key: str = "") -> list[T]:
     step = len(found) / count
     first = zlib.crc32(key.encode()) % len(found) if key else 0
     return [found[i] for i in sorted({int(first + number * step) % len(found) for number in range(count)})]
+
+
+def pairs(cases: Iterable[T], values: Callable[[T], Iterable[Hashable]] | None = None) -> list[T]:
+    """Return cases in which each two values meet that meet in any case; all cases with ``--thorough``.
+
+    Args:
+        cases: All cases.
+        values: The values of a case, as many for each case. Without it, a case is a dictionary: all its values but
+            ``id``; a tuple in it counts as its members.
+    """
+    found = list(cases)
+    if thorough():
+        return found
+    met = [set(itertools.combinations(enumerate((values or _values)(case)), 2)) for case in found]
+    left = set().union(*met)
+    chosen: set[int] = set()
+    while left:
+        best = max(range(len(found)), key=lambda number: len(met[number] & left))
+        chosen.add(best)
+        left -= met[best]
+    return [case for number, case in enumerate(found) if number in chosen]
+
+
+def _values(case: Any) -> Iterator[Hashable]:
+    for key, value in case.items():
+        if key != "id":
+            yield from value if isinstance(value, tuple) else (value,)

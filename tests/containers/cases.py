@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import os
 import re
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ def _files() -> list[str]:
 
 
 FILES = _files()
+OF_CHECKPOINTS = {name: list(files) for name, files in itertools.groupby(FILES, key=lambda name: name.split("/")[0])}
+"""Files by bundled checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.unpickler import MAX_DEPTH, unpickle
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef
 from ckpttool.errors import ContainerError, PlanError
-from tests.containers.cases import CASES, FILES, FIXTURES, Case
+from tests.containers.cases import CASES, FIXTURES, OF_CHECKPOINTS, Case
 from tests.containers.oracle import assert_torch_equal, load, read
 from tests.hostile import BytesReader
 from tests.wording import refused
@@ -65,18 +65,20 @@ SAFE += [_multiarray.scalar, _multiarray._reconstruct, np.ndarray, np.dtype]
 SAFE += [type(np.dtype(kind)) for kind in ("i8", "u4")]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_fixture_comes_back(name: str, tmp_path: Path) -> None:
-    source, target = os.path.join(FIXTURES, name), str(tmp_path / "again.pt")
-    write_back(source, target)
-    assert_torch_equal(load(target), load(source))
-    with torch.serialization.safe_globals(SAFE):
-        assert_torch_equal(load(target, weights_only=True), load(source))
-    # The second time there is nothing left to change.
-    again = str(tmp_path / "b" / "again.pt")
+@pytest.mark.parametrize("checkpoint", OF_CHECKPOINTS)
+def test_fixtures_come_back(checkpoint: str, tmp_path: Path) -> None:
+    target, again = str(tmp_path / "again.pt"), str(tmp_path / "b" / "again.pt")
     os.mkdir(tmp_path / "b")
-    write_back(target, again)
-    assert pathlib.Path(again).read_bytes() == pathlib.Path(target).read_bytes()
+    for name in OF_CHECKPOINTS[checkpoint]:
+        source = os.path.join(FIXTURES, name)
+        write_back(source, target)
+        expected = load(source)
+        assert_torch_equal(load(target), expected)
+        with torch.serialization.safe_globals(SAFE):
+            assert_torch_equal(load(target, weights_only=True), expected)
+        # The second time there is nothing left to change.
+        write_back(target, again)
+        assert pathlib.Path(again).read_bytes() == pathlib.Path(target).read_bytes(), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)

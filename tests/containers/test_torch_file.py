@@ -17,7 +17,7 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef, walk
 from ckpttool.errors import CkptError, ContainerError
 from ckpttool.storage import LocalReader
-from tests.containers.cases import CASES, FILES, FIXTURES, Case, module_state
+from tests.containers.cases import CASES, FILES, FIXTURES, OF_CHECKPOINTS, Case, module_state
 from tests.containers.oracle import assert_reads_as_torch_loads, read
 from tests.hostile import BytesReader
 from tests.wording import refused
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from ckpttool.containers.unpickler import Unpickled
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_fixture_reads_as_torch_loads(name: str) -> None:
-    assert_reads_as_torch_loads(os.path.join(FIXTURES, name))
+@pytest.mark.parametrize("checkpoint", OF_CHECKPOINTS)
+def test_fixtures_read_as_torch_loads(checkpoint: str) -> None:
+    for name in OF_CHECKPOINTS[checkpoint]:
+        assert_reads_as_torch_loads(os.path.join(FIXTURES, name))
 
 
 def test_fixtures_are_there_in_both_forms() -> None:

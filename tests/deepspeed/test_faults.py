@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckpttool
-from tests import forked
+from tests import forked, sampling
 from tests.deepspeed import engines
 from tests.forked import each_on_ranks
 from tests.formats import fsdp_runs
@@ -582,7 +582,13 @@ JOBS = [
     _sharded("hsdp", "float32", 4, "nested"),
     _sharded("2d", "float32", 4, "verl"),
 ]
-CASES = [(job["id"], name) for job in JOBS for name, fault in FAULTS.items() if fault.fits(job)]
+CASES = [
+    (job["id"], name)
+    for name, fault in FAULTS.items()
+    for job in sampling.some([job for job in JOBS if fault.fits(job)], 3, key=name)
+]
+for _job in JOBS:
+    _job["faults"] = [name for job, name in CASES if job == _job["id"]]
 TIE = "a tied weight is untied, and one copy is not loaded"
 GATHERED = "a gathered copy is not updated from its partitions"
 
@@ -593,16 +599,15 @@ def _run(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     run = (Run if _deepspeed(job) else Sharded)(job, directory / job["id"])
     run.train()
     found: dict[str, Any] = {"proofs": [run.restore()]}
-    for name, fault in FAULTS.items():
-        if fault.fits(job):
-            broken = fault.make(run)
-            try:
-                found[name] = (broken, (), str(run.prover()))
-            except ckpttool.ProofError as error:
-                found[name] = (broken, error.mismatches, str(error))
-            except ckpttool.ArgumentError as error:  # of an argument that nothing can be compared with
-                found[name] = (broken, (f"{error.path}: {error.problem}",), str(error))
-            found["proofs"].append(run.restore())
+    for name in job["faults"]:
+        broken = FAULTS[name].make(run)
+        try:
+            found[name] = (broken, (), str(run.prover()))
+        except ckpttool.ProofError as error:
+            found[name] = (broken, error.mismatches, str(error))
+        except ckpttool.ArgumentError as error:  # of an argument that nothing can be compared with
+            found[name] = (broken, (f"{error.path}: {error.problem}",), str(error))
+        found["proofs"].append(run.restore())
     found["tied"] = run.tied
     if _deepspeed(job):
         found["weights alone"] = str(ckpttool.load(run.model, run.root, weights_only=True, prove=True).proof)
@@ -618,7 +623,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 @pytest.mark.parametrize("job", [job["id"] for job in JOBS])
 def test_the_same_run_without_a_fault_is_proven(job: str, found: dict[str, list[dict[str, Any]]]) -> None:
     for rank in found[job]:
-        assert len(rank["proofs"]) > 15
+        assert len(rank["proofs"]) > 2
         for proof in rank["proofs"]:
             assert proof.startswith("proven: ")
             left_out = proof.partition("; not compared: ")[2]

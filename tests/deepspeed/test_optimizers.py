@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool import CheckpointManager, CkptError, verify
+from tests import sampling
 from tests.deepspeed.engines import build, differing, held, step
 from tests.forked import each_on_ranks
 
@@ -77,6 +78,7 @@ WITHOUT += [
     _job(("one", "one"), (n, n), (2, 0), d) for n in ("momentum", "sgd", "amsgrad", "nadam") for d in ("fp32", "bf16")
 ]
 WITHOUT_FROZEN = [_job(("frozen a", "frozen b"), (n, n), (2, 0), d) for n, d in KINDS]
+BY_NAME, OTHERS, SAME, TWO_GROUPS, WITHOUT = map(sampling.pairs, (BY_NAME, OTHERS, SAME, TWO_GROUPS, WITHOUT))
 JOBS = [*BY_NAME, *CUT, *FROZEN, *UNTOLD, *BY_POSITION, *OTHERS, *SAME, *SKIPPED, *TWO_GROUPS, *WITHOUT]
 JOBS += WITHOUT_FROZEN
 

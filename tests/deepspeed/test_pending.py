@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ckpttool import CheckpointManager
+from tests import sampling
 from tests.deepspeed import engines
 from tests.forked import each_on_ranks
 
@@ -19,24 +20,26 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 ACCUMULATION = 3
-JOBS: list[dict[str, Any]] = [
+JOBS: list[dict[str, Any]] = sampling.pairs(
     {
-        "id": f"{dtype}-zero{stage}-{optimizer}-{pending}{'-weights' if weights_only else ''}", "stage": stage,
-        "world_size": 2, "dtype": dtype, "optimizer": optimizer, "pending": pending, "weights_only": weights_only,
+        "id": f"{dtype}-zero{stage}-{optimizer}-{pending}{'-weights' * weights_only}{'-accelerate' * accelerate}",
+        "stage": stage, "world_size": 2, "dtype": dtype, "optimizer": optimizer, "pending": pending,
+        "weights_only": weights_only, "accelerate": accelerate,
     }
     for stage in (0, 1, 2, 3)
     for dtype, optimizer, pending, weights_only in (
         ("bf16", "adamw", 1, False), ("fp32", "adamw", 2, False), ("bf16", "fused", 2, False),
         ("bf16", "adamw", 0, False), ("bf16", "adamw", 1, True),
     )
-]  # fmt: skip
-JOBS += [{**job, "id": f"{job['id']}-accelerate", "accelerate": True} for job in JOBS if job["pending"] != 1]
+    for accelerate in (False, True)
+    if not (accelerate and pending == 1)
+)  # fmt: skip
 """Accelerate tells the engine of the boundaries."""
 
 
 def _restore(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """What is other than in a run that goes on without a restore, after as many steps."""
-    root, step = directory / job["id"], _step_as_accelerate if job.get("accelerate") else engines.step
+    root, step = directory / job["id"], _step_as_accelerate if job["accelerate"] else engines.step
     first, second = (
         engines.build(job["stage"], job["dtype"], "two", job["optimizer"], seed=seed, accumulation=ACCUMULATION)
         for seed in (0, 7)

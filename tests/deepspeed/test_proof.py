@@ -22,7 +22,7 @@ COPIES = "the module's copies of 6 weights, whose digests were not recorded"
 """Note on a background save of ZeRO-3, which does not record them, and on one of fp32 without ZeRO, which has none."""
 OTHER_TYPE = "the module's copies of 6 weights, whose type is another"
 STAGES, DTYPES = (0, 1, 2, 3), ("fp32", "bf16")
-SAVES: list[dict[str, Any]] = [
+SAVES: list[dict[str, Any]] = sampling.pairs(
     {
         "id": f"z{stage}-{dtype}-{optimizer}-{ranks}{'-background' * background}",
         "world_size": ranks, "stage": stage, "dtype": dtype, "optimizer": optimizer, "background": background,
@@ -31,8 +31,8 @@ SAVES: list[dict[str, Any]] = [
         STAGES, DTYPES, ("adamw", "momentum", "fused"), (1, 3), (False, True)
     )
     if not background or (optimizer, ranks) == ("adamw", 3)
-]  # fmt: skip
-RESTORES: list[dict[str, Any]] = [
+)  # fmt: skip
+RESTORES: list[dict[str, Any]] = sampling.pairs(
     {
         "id": f"to-z{stage}-{dtype}-{groups}-{ranks}",
         "world_size": ranks,
@@ -42,7 +42,7 @@ RESTORES: list[dict[str, Any]] = [
     }
     for stage, dtype, groups, ranks in itertools.product(STAGES, DTYPES, ("two", "swapped"), (1, 2, 3))
     if groups == "two" or ranks == 2
-]
+)
 
 
 def _save(job: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_any_of_them_is_proven_on_other_ranks_and_at_another_stage(
     saved: dict[str, list[Any]], directory: Path
 ) -> None:
     assert saved
-    jobs: list[dict[str, Any]] = [{**job, "sources": sampling.some(SAVES, 8, key=job["id"])} for job in RESTORES]
+    jobs: list[dict[str, Any]] = [{**job, "sources": sampling.some(SAVES, 4, key=job["id"])} for job in RESTORES]
     found = each_on_ranks(_restore, jobs, directory)
     for job in jobs:
         for told in found[job["id"]]:
@@ -127,10 +127,10 @@ def test_any_of_them_is_proven_on_other_ranks_and_at_another_stage(
 
 
 def test_digests_do_not_depend_on_ranks_and_stage(tmp_path: Path) -> None:
-    jobs = [
+    jobs = sampling.pairs(
         {"id": f"{stage}-{ranks}-{dtype}", "world_size": ranks, "stage": stage, "dtype": dtype}
         for stage, ranks, dtype in itertools.product(STAGES, (1, 2, 3, 4), DTYPES)
-    ]
+    )
     found = each_on_ranks(_begin, jobs, tmp_path)
     begins = {job["id"]: {str(sorted(one["weights"].items())) for one in found[job["id"]]} for job in jobs}
     # Under bf16 DeepSpeed makes its masters before or after it rounds the weights, at one stage or another.
@@ -217,11 +217,11 @@ def _experts(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def test_experts_of_every_rank_are_recorded_and_proven(tmp_path: Path) -> None:
-    jobs = [
+    jobs = sampling.pairs(
         {"id": f"z{stage}-ep{experts}{'-background' * background}", "world_size": 2, "stage": stage, "experts": experts,
          "background": background}
         for stage, experts, background in itertools.product((0, 1, 2), (1, 2), (False, True))
-    ]  # fmt: skip
+    )  # fmt: skip
     names = {f"experts.deepspeed_moe.experts.deepspeed_experts.{n}.{p}" for n in range(4) for p in ("weight", "bias")}
     for name, ranks in each_on_ranks(_experts, jobs, tmp_path).items():
         for one in ranks:

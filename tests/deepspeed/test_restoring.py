@@ -742,7 +742,8 @@ def _kernels_in_python() -> None:
 # ------------------------------------------------------------------------------------------------- tests
 
 
-CHOSEN = [*ALSO, *draws(2400 if thorough() else 200)]
+DRAWN = draws(2400 if thorough() else 64)
+CHOSEN = [*ALSO, *DRAWN]
 REFUSED = (
     r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example
     r"holds .*, but the engine's optimizer keeps",  # the engine's differs, such as torch's Adagrad without offload
@@ -805,15 +806,16 @@ def test_each_is_restored_on_the_same_ranks_and_trains_on_as_before(found: dict[
 
 def test_each_is_restored_elsewhere_or_refused_before_the_engine_changes(found: dict[str, dict[str, Any]]) -> None:
     counts: Counter[str] = Counter()
+    usual = {draw.id for draw in DRAWN}
     for name, one in found.items():
         if "other" not in one:
             continue
         if one["other"]:
-            counts["refused"] += 1
+            counts["refused"] += name in usual
             assert any(re.search(pattern, one["other"]) for pattern in REFUSED), (name, one["other"])
             assert one["other touched"] == [], name
         else:
-            counts["restored"] += 1
+            counts["restored"] += name in usual
             assert "torch_Shared" not in name, f"{name}: a state of no parameter is dropped"
             assert one["other differs"] == [], name
     print(f"on other ranks or at another stage: {dict(counts)}")  # noqa: T201

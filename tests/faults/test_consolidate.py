@@ -88,7 +88,7 @@ def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Pa
     assert _consolidate(run, root, recorded).code == 0
     good = _contents(root / "out")
     assert {"open", "create", "pwrite", "preadv", "rename"} <= set(recorded.matched)
-    for at in sampling.some(range(len(recorded.matched)), 30, key=f"{run.id} {interrupts}"):
+    for at in sampling.some(range(len(recorded.matched)), 12, key=f"{run.id} {interrupts}"):
         before = _prepare(run, root)
         rule = Rule(fault, OF_COMMANDS, when=is_no_cleanup, nth=at + 1)
         done = _consolidate(run, root, rule)
@@ -109,7 +109,7 @@ def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Pa
     assert _contents(root / "out") == good
 
 
-@pytest.mark.parametrize("at", range(0, 40, 3))
+@pytest.mark.parametrize("at", sampling.some(range(40), 6))
 def test_failure_in_one_of_several_threads(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy, "SIZES", copy.Sizes(task_elements=100))
     run = Run("", "zero3-dp2-bf16", ("--to", "safetensors", "--dtype", "bf16"))
@@ -231,7 +231,9 @@ def test_a_kill_at_any_operation_leaves_a_whole_output_or_none(run: Run, fails: 
     recorded = Rule(Nothing(), operations)
     assert broken(recorded).code == (3 if fails else 0)
     names = [at for at, name in enumerate(recorded.matched) if name in {"rename", "unlink", "rmdir"}]
-    for at in sorted({*names, *sampling.some(range(len(recorded.matched)), 20, key=f"{run.id} {fails}")}):
+    every = range(len(recorded.matched))
+    key = f"{run.id} {fails}"
+    for at in sorted({*sampling.some(names, 8, key=key), *sampling.some(every, 6, key=key)}):
         before = prepare()
         if (child := os.fork()) == 0:
             with contextlib.suppress(BaseException):

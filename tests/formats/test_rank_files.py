@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.rank_files import _assignment_by_shape
+from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.forked import each_on_ranks
 from tests.formats import fsdp_runs
@@ -66,8 +67,9 @@ def runs(tmp_path_factory: TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("job", [job["id"] for job in JOBS])
+@pytest.mark.parametrize(
+    ("job", "source"), [(job["id"], source) for job in JOBS for source in sampling.some(SOURCES, 3, key=job["id"])]
+)
 def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> None:
     truth = load_file(str(runs / job / "truth.safetensors"))
     checkpoint = ckpttool.inspect(runs / job / SOURCES[source])
@@ -90,8 +92,14 @@ def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> No
     assert ckpttool.verify(runs / job / SOURCES[source], deep=True).findings == ()
 
 
-@pytest.mark.parametrize("source", [s for s in SOURCES if s != "shards"])
-@pytest.mark.parametrize("job", ["fsdp-3-bfloat16", "hsdp-4-float32", "tp-4-float32"])
+@pytest.mark.parametrize(
+    ("job", "source"),
+    [
+        (job, source)
+        for job in ("fsdp-3-bfloat16", "hsdp-4-float32", "tp-4-float32")
+        for source in sampling.some([s for s in SOURCES if s != "shards"], 3, key=job)
+    ],
+)
 def test_weights_and_optimizer_are_converted(job: str, source: str, runs: Path, tmp_path: Path) -> None:
     src = runs / job / SOURCES[source]
     ckpttool.consolidate(src, tmp_path / "weights", to="safetensors", prove=True)
@@ -103,8 +111,14 @@ def test_weights_and_optimizer_are_converted(job: str, source: str, runs: Path, 
         assert ckpttool.digest(tmp_path / to).optimizer == ckpttool.digest(src).optimizer
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("job", "source"), [("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "accelerate")])
+@pytest.mark.parametrize(
+    ("job", "source", "ranks"),
+    [
+        (*files, ranks)
+        for files in (("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "accelerate"))
+        for ranks in sampling.some([1, 2, 3, 4], 2, key=files[0])
+    ],
+)
 def test_the_loaders_of_frameworks_resume_on_any_number_of_ranks(
     job: str, source: str, ranks: int, runs: Path, tmp_path: Path
 ) -> None:
@@ -119,9 +133,16 @@ def test_the_loaders_of_frameworks_resume_on_any_number_of_ranks(
     assert (tmp_path / "done").read_text() == "loaded"
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-1", "fsdp-2", "fsdp-3", "fsdp-4", "hsdp-4"])
 @pytest.mark.parametrize(
-    ("job", "source"), [("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "trainer"), ("hsdp-4-bfloat16", "torchtitan")]
+    ("job", "source", "mesh"),
+    sampling.some(
+        [
+            (*files, mesh)
+            for files in (("fsdp-3-float32", "verl"), ("tp-4-bfloat16", "trainer"), ("hsdp-4-bfloat16", "torchtitan"))
+            for mesh in ("fsdp-1", "fsdp-2", "fsdp-3", "fsdp-4", "hsdp-4")
+        ],
+        5,
+    ),
 )
 def test_files_for_the_ranks_of_another_mesh_resume(
     job: str, source: str, mesh: str, runs: Path, tmp_path: Path
@@ -270,8 +291,14 @@ def test_of_fsdp1_the_weights_on_a_mesh_are_read_and_other_forms_are_refused(tmp
 # ------------------------------------------------------------------------------------------------- no shard can lie
 
 
-@pytest.mark.parametrize("source", RANK_FILES)
-@pytest.mark.parametrize("job", ["fsdp-4-float32", "hsdp-4-float32", "tp-4-float32"])
+@pytest.mark.parametrize(
+    ("job", "source"),
+    [
+        (job, source)
+        for job in ("fsdp-4-float32", "hsdp-4-float32", "tp-4-float32")
+        for source in sampling.some(RANK_FILES, 1, key=job)
+    ],
+)
 def test_a_missing_swapped_or_copied_file_is_refused(job: str, source: str, runs: Path, tmp_path: Path) -> None:
     whole = runs / job / SOURCES[source]
     files = sorted(path.name for path in whole.iterdir() if path.suffix in {".pt", ".bin"})
