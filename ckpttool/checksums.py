@@ -149,9 +149,9 @@ def chunk_records(sums: Checksums) -> tuple[Record, ...]:
     return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
 
 
-def chunk_bytes(nbytes: int) -> int:
-    """Return the chunk size for a file of ``nbytes`` bytes: a power of two, in bytes."""
-    size = MIN_CHUNK_BYTES
+def chunk_bytes(nbytes: int, least: int = MIN_CHUNK_BYTES) -> int:
+    """Return the chunk size for a file of ``nbytes`` bytes: a power of two, in bytes, not below ``least``."""
+    size = least
     while size * MAX_CHUNKS < nbytes:
         size *= 2
     return size
@@ -195,9 +195,9 @@ def of_pieces(
     return Checksums(nbytes, size, tuple(crcs), directory)
 
 
-def of_bytes(data: bytes) -> Checksums:
-    """Compute the checksums of a small file."""
-    size = chunk_bytes(len(data))
+def of_bytes(data: bytes, least: int = MIN_CHUNK_BYTES) -> Checksums:
+    """Compute the checksums of a small file, in chunks of at least ``least`` bytes, a power of two."""
+    size = chunk_bytes(len(data), least)
     view = memoryview(data)
     return Checksums(len(data), size, tuple(crc32(view[a:b]) for a, b in cuts(0, len(data), size)))
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import quick, sampling
+from tests import quick, sampling, wording
 from tests.scheduling import FileScheduling
 from tests.storage import server
 from tests.truth import HERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
 settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -80,6 +80,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("markexpr", "") == "gpu":
         os.environ["DS_ACCELERATOR"] = "cuda"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Compare the messages that a test expects with the golden file."""
+    with wording.of_test(item.nodeid, getattr(item, "funcargs", {}).get("tmp_path")):
+        yield
 
 
 @pytest.fixture

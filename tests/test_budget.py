@@ -19,6 +19,7 @@ from ckpttool.formats.zero.files import parse_name
 from tests.cli.command import ckpttool as command
 from tests.damage import edit_model
 from tests.hostile import BytesReader
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def _header(header: object) -> BytesReader:
 
 def test_shape_of_many_dimensions_is_refused() -> None:
     reader = _header({"a": {"dtype": "F32", "shape": [1 << 61] * 240_000, "data_offsets": [0, 4]}})
-    with pytest.raises(ContainerError, match="'a' has 240,000 dimensions"):
+    with refused(ContainerError):
         safetensors.parse(reader)
 
 
@@ -102,7 +103,7 @@ def test_budget_grows_with_the_files_and_with_the_factor() -> None:
     assert small.left(MEMORY) == MEMORY.base
     assert large.left(MEMORY) == MEMORY.base + MEMORY.per_byte * (1 << 40)
     assert doubled.left(MEMORY) == 2 * MEMORY.base
-    with pytest.raises(ContainerError, match=r"chunks of tensors, too much for its size; .* open_budget"):
+    with refused(ContainerError):
         small.spend(CHUNKS, CHUNKS.base + 1, "run/.metadata")
     doubled.spend(CHUNKS, CHUNKS.base + 1, "run/.metadata")
 
@@ -115,13 +116,14 @@ def test_budget_is_shared_by_all_of_an_open_and_by_nothing_else() -> None:
             spend(CHUNKS, 1e30, "x")
 
 
-def test_option_raises_the_budget(checkpoint_copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_option_multiplies_the_budget(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
-    monkeypatch.setattr("ckpttool.containers.unpickler.MEMORY", type(MEMORY)(100, 0.0, "bytes"))
-    with pytest.raises(CkptError, match="may take more than"):
-        ckpttool.inspect(root)
+    little = 100 / MEMORY.base
+    with refused(CkptError):
+        ckpttool.inspect(root, open_budget=little)
+    assert "may take more than" in command("inspect", root, "--open-budget", little).error
     assert command("inspect", root, "--open-budget", "100000").code == 0
-    assert ckpttool.inspect(root, open_budget=100_000).tag == "global_step3"
-    with pytest.raises(ValueError, match="open_budget: is 0, not a number above 0"):
+    assert ckpttool.inspect(root, open_budget=100_000 * little).tag == "global_step3"
+    with refused(ValueError):
         ckpttool.inspect(root, open_budget=0)
     assert os.path.isdir(root)

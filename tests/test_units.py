@@ -9,6 +9,7 @@ import pytest
 from ckpttool.arguments import checked_duration
 from ckpttool.errors import ArgumentError
 from ckpttool.units import format_age, format_ago, format_duration, format_size, parse_duration, parse_size
+from tests.wording import refused
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_sizes_are_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "0", "-1GB", "5 apples", "1e9", "0.1B", "9" * 40])
 def test_an_invalid_size_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentError, match=r"^memory: is .*, not a size; write 5GB"):
+    with refused(ArgumentError):
         parse_size(text, "memory")
 
 

@@ -47,11 +47,11 @@ class _Piece:
     """Bytes of padding after them."""
 
 
-def print_map(checkpoint: Checkpoint) -> None:
+def print_map(checkpoint: Checkpoint, plain_width: int = PLAIN_WIDTH) -> None:
     """Draw which layers each rank stores, by state; states with one layout are drawn once."""
     told = layout(checkpoint)
     print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
-    colored, width = is_colored(), terminal_width() or PLAIN_WIDTH
+    colored, width = is_colored(), terminal_width() or plain_width
     drawn: dict[Any, list[str]] = {}
     lines: dict[Any, list[tuple[str, list[_Piece]]]] = {}
     hidden: dict[Any, int] = {}

@@ -81,7 +81,7 @@ def parse(reader: RangeReader, *, max_pickle_bytes: int) -> tuple[Any, dict[str,
 
 
 def _parse_pickles(reader: RangeReader, max_pickle_bytes: int) -> tuple[Unpickled, list[Any], int]:
-    wanted = FIRST_READ
+    wanted = min(FIRST_READ, max_pickle_bytes)
     while True:
         data = reader.read(0, min(wanted, reader.nbytes))
         try:
@@ -170,13 +170,16 @@ class _Storages(Mapping[str, ByteRange]):
         return len(self._numbers)
 
 
-def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = None) -> TorchFile:
+def read_torch_file(
+    reader: RangeReader, known: dict[bytes, Unpickled] | None = None, *, max_pickle_bytes: int = MAX_PICKLE_BYTES
+) -> TorchFile:
     """Read the structure of a file written by ``torch.save``; reads no tensor bytes and runs no code from it.
 
     Args:
         reader: The file.
         known: Pickles already read. The ranks of one save mostly write the same bytes; equal pickles share one
             structure.
+        max_pickle_bytes: Largest pickle to read, in bytes.
 
     Raises:
         ContainerError: The file is something else, is damaged, or is hostile.
@@ -188,22 +191,22 @@ def read_torch_file(reader: RangeReader, known: dict[bytes, Unpickled] | None = 
     if reader.remote:
         # The end contains the directory; the beginning is read only if there is none.
         try:
-            return _read_zip(reader, {} if known is None else known)
+            return _read_zip(reader, {} if known is None else known, max_pickle_bytes)
         except ContainerError:
             if reader.read(0, min(reader.nbytes, 4)) == torch_zip.MAGIC:
                 raise
     head = reader.read(0, min(reader.nbytes, 512))
     if head.startswith(torch_zip.MAGIC):
-        return _read_zip(reader, {} if known is None else known)
+        return _read_zip(reader, {} if known is None else known, max_pickle_bytes)
     if is_legacy(head):
-        root, storages = parse(reader, max_pickle_bytes=MAX_PICKLE_BYTES)
+        root, storages = parse(reader, max_pickle_bytes=max_pickle_bytes)
         return TorchFile(reader.path, reader.nbytes, "legacy", root, storages, ())
     if not any(head):
         raise TruncatedError(reader.path, "begins with zeros: it was never written", _HINT)
     raise ContainerError(reader.path, "was not written by torch.save", "is this a checkpoint? restore it from a copy")
 
 
-def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
+def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled], max_pickle_bytes: int) -> TorchFile:
     records = torch_zip.parse(reader)
     numbers = {name: n for n, name in enumerate(records.names)}
     pickles = [records[n] for name, n in numbers.items() if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -216,8 +219,8 @@ def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled]) -> TorchFile:
         raise ContainerError(reader.path, "is a TorchScript archive (torch.jit.save)", "save the state dict instead")
     byte_order = numbers.get(f"{prefix}byteorder")
     _check_byte_order(reader, None if byte_order is None else records[byte_order])
-    if where.nbytes > MAX_PICKLE_BYTES:
-        raise ContainerError(reader.path, f"its pickle is larger than {MAX_PICKLE_BYTES:,} bytes", _HINT)
+    if where.nbytes > max_pickle_bytes:
+        raise ContainerError(reader.path, f"its pickle is larger than {max_pickle_bytes:,} bytes", _HINT)
     data = reader.read(where.start, where.end)
     if pickles[0].crc_recorded and crc32(data) != pickles[0].crc32:
         raise ChecksumError(reader.path, "its pickle does not match its checksum", _HINT)

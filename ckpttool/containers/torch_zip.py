@@ -64,15 +64,19 @@ _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 # ------------------------------------------------------------------------------------------------- parse
 
 
-def parse(reader: RangeReader) -> Records:
+def parse(reader: RangeReader, max_directory_bytes: int = MAX_DIRECTORY_BYTES) -> Records:
     """Find every record of an archive, in the order of the central directory.
+
+    Args:
+        reader: The archive.
+        max_directory_bytes: Largest central directory to read, in bytes.
 
     Raises:
         ContainerError: The archive is cut off, damaged, compressed or encrypted, a record is outside the file, or two
             overlap or share a name.
         StorageError: The file cannot be read.
     """
-    directory, count = _read_directory(reader)
+    directory, count = _read_directory(reader, max_directory_bytes)
     entries = _parse_directory(reader, directory, count)
     names, headers = entries.names, entries.headers
     known = _inferred_starts(entries, directory.start) if reader.remote else {}
@@ -99,7 +103,7 @@ def directory_start(reader: RangeReader) -> int:
         ContainerError: The archive is cut off or damaged.
         StorageError: The file cannot be read.
     """
-    return _read_directory(reader)[0].start
+    return _read_directory(reader, MAX_DIRECTORY_BYTES)[0].start
 
 
 class _Directory(NamedTuple):
@@ -193,7 +197,7 @@ _CRC_TABLE = _crc_table()
 _CRC_INDEX = {value >> 24: index for index, value in enumerate(_CRC_TABLE)}
 
 
-def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
+def _read_directory(reader: RangeReader, max_nbytes: int) -> tuple[ByteRange, int]:
     """Place of the central directory, and its number of records."""
     size = reader.nbytes
     if size < _END.size:
@@ -217,8 +221,8 @@ def _read_directory(reader: RangeReader) -> tuple[ByteRange, int]:
         start, nbytes, count, limit = end64
     if start + nbytes > limit or count * _CENTRAL.size > nbytes:
         raise ContainerError(reader.path, "the zip directory is recorded outside the file", _DAMAGED_HINT)
-    if nbytes > MAX_DIRECTORY_BYTES:
-        problem = f"the zip directory is larger than {MAX_DIRECTORY_BYTES:,} bytes"
+    if nbytes > max_nbytes:
+        problem = f"the zip directory is larger than {max_nbytes:,} bytes"
         raise ContainerError(reader.path, problem, _FOREIGN_HINT)
     return ByteRange(start, start + nbytes), count
 

@@ -494,19 +494,20 @@ class Unpickled(NamedTuple):
     """Size of each storage in bytes."""
 
 
-def unpickle(data: bytes, *, path: str, start: int = 0) -> Unpickled:
+def unpickle(data: bytes, *, path: str, start: int = 0, max_memory_bytes: int | None = None) -> Unpickled:
     """Read one pickle into data.
 
     Args:
         data: Bytes that contain the pickle.
         path: Name of the file in errors.
         start: Offset of the pickle in ``data``.
+        max_memory_bytes: Most memory that it may take; None for MAX_MEMORY_BYTES.
 
     Raises:
         Truncated: ``data`` ends before the pickle does.
         ContainerError: The stream is damaged, needs something that data does not, or asks for unreasonable amounts.
     """
-    allowed = left(MEMORY, MAX_MEMORY_BYTES)
+    allowed = left(MEMORY, MAX_MEMORY_BYTES if max_memory_bytes is None else max_memory_bytes)
     machine = Machine(data, start, allowed)
     try:
         value = execute(machine)

@@ -33,10 +33,20 @@ if TYPE_CHECKING:
     from ckpttool.storage import Reader
     from ckpttool.units import Advance
 
-READ_BYTES = 1 << 19
-"""Bytes of one read of uncast bytes: they fit into the cache of the core that reads, hashes, casts and writes them."""
-TASK_ELEMENTS = 1 << 24
-"""Elements of one task: 64 MB of fp32."""
+
+class Sizes(NamedTuple):
+    """How much a thread copies at once."""
+
+    task_elements: int = 1 << 24
+    """Elements of one task: 64 MB of fp32."""
+    read_bytes: int = 1 << 19
+    """Bytes of one read of uncast bytes: they fit into the cache of the core that reads, hashes, casts and writes."""
+    cast_elements: int = CAST_ELEMENTS
+    """Elements of one cast."""
+
+
+SIZES = Sizes()
+"""Sizes of a copy, if it is given no others."""
 COMPUTED_CHUNKS = 6
 """Chunks of fp32 in memory while a formula is computed from remote sources: as fetched, joined, product and result."""
 
@@ -78,10 +88,14 @@ class Copier:
         plan: The plan.
         sources: The source files of the plan.
         advance: Called with the number of bytes written since the last call.
+        sizes: How much a thread copies at once; None for SIZES.
     """
 
-    def __init__(self, plan: CopyPlan, sources: Sources, advance: Advance = lambda _: None) -> None:
+    def __init__(
+        self, plan: CopyPlan, sources: Sources, advance: Advance = lambda _: None, sizes: Sizes | None = None
+    ) -> None:
         self.casts = plan.casts
+        self._sizes = sizes or SIZES
         self.sources = sources
         self._advance = advance
         self._of_thread = threading.local()
@@ -89,7 +103,7 @@ class Copier:
 
     def split(self, rows: NDArray[np.void]) -> NDArray[np.void]:
         """Split rows of COPY that are longer than a task."""
-        return short_rows(self.casts, rows, TASK_ELEMENTS)
+        return short_rows(self.casts, rows, self._sizes.task_elements)
 
     def tasks(
         self,
@@ -108,7 +122,7 @@ class Copier:
             shared: Rows of SHARED_READ: casts into other files of the bytes that the copies read.
             writers: The writers of these files, by index in the plan.
         """
-        for run in runs_of(rows, TASK_ELEMENTS):
+        for run in runs_of(rows, self._sizes.task_elements):
             yield partial(self._copy_rows, run, into, shared, writers)
         for gather in file.gathers:
             yield partial(self.gather, gather, into)
@@ -181,10 +195,10 @@ class Copier:
         self, reader: Reader, piece: Piece, into: Writer, shared: deque[_SharedRead], buffer: ReadBuffer
     ) -> int:
         """Copy bytes through the buffer, and cast the values of shared reads into other files from it."""
-        overflowed = done = 0
+        overflowed, done, size = 0, 0, self._sizes.read_bytes
         while done < piece.nbytes:
             at = piece.target + done
-            count = min(piece.nbytes - done, READ_BYTES - at % READ_BYTES)
+            count = min(piece.nbytes - done, size - at % size)
             data = buffer.read_bytes(reader, piece.start + done, count)
             into.write(at, data)
             self._advance(count)
@@ -193,10 +207,10 @@ class Copier:
         return overflowed
 
     def _cast_piece(self, reader: Reader, piece: Piece, pair: tuple[str, str], into: Writer, buffer: ReadBuffer) -> int:
-        width = itemsize(pair[0])
+        width, elements = itemsize(pair[0]), self._sizes.cast_elements
         overflowed, target = 0, piece.target
-        for done in range(0, piece.nbytes, CAST_ELEMENTS * width):
-            count = min(CAST_ELEMENTS, (piece.nbytes - done) // width)
+        for done in range(0, piece.nbytes, elements * width):
+            count = min(elements, (piece.nbytes - done) // width)
             values = buffer.read(reader, piece.start + done, count, pair[0])
             overflowed += self._cast(values, pair[1], into, target)
             target += count * itemsize(pair[1])
@@ -278,10 +292,11 @@ class PartAssembler:
         plan: The plan of the file.
         file: The target file.
         sources: The source files of the plan.
+        sizes: How much a thread copies at once; None for SIZES.
     """
 
-    def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources) -> None:
-        self._copier = Copier(plan, sources)
+    def __init__(self, plan: CopyPlan, file: TargetFile, sources: Sources, sizes: Sizes | None = None) -> None:
+        self._copier = Copier(plan, sources, sizes=sizes)
         self._casts = plan.casts
         self._sources = sources
         self._rows = SortedRows(plan.casts, file.copies)

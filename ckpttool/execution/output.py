@@ -110,16 +110,17 @@ class DirectoryOutput:
     Args:
         directory: An existing directory, not yet visible to readers.
         journal: Lists the files that an earlier run completed; completed files are added to it.
+        file_system: Type of its file system; None to ask for it.
     """
 
     any_offset = True
 
-    def __init__(self, directory: Directory, journal: Journal | None = None) -> None:
+    def __init__(self, directory: Directory, journal: Journal | None = None, *, file_system: str | None = None) -> None:
         self._directory = directory
         self.path = directory.path
         """Path of the directory, for readers before the commit."""
         self._journal = journal
-        self._shares = file_system_of(directory.path) in SHARING
+        self._shares = (file_system_of(directory.path) if file_system is None else file_system) in SHARING
         self._begun: list[DirectoryWriter] = []
 
     def __enter__(self) -> DirectoryOutput:

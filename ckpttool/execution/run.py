@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.execution.checks import ReadChecks
+    from ckpttool.execution.copy import Sizes
     from ckpttool.plan import ConsistencyChecks, CopyPlan, TargetFile
     from ckpttool.storage import Writer
     from ckpttool.units import Advance
@@ -78,6 +79,7 @@ def run(
     memory: int = MEMORY,
     advance: Advance,
     checks: ReadChecks | None = None,
+    sizes: Sizes | None = None,
 ) -> int:
     """Write every file of a plan from this process.
 
@@ -88,6 +90,7 @@ def run(
         memory: Bytes of parts in flight, one part is always allowed; copies between local files ignore it.
         advance: Called with the number of bytes written since the last call.
         checks: Compares the bytes read with recorded checksums; None to copy without.
+        sizes: How much a thread copies at once between local files; None for ``copy.SIZES``.
 
     Returns:
         Number of finite elements cast to infinity.
@@ -103,7 +106,8 @@ def run(
         if by_parts:
             tasks = _part_tasks(plan, output, sources, MemoryBudget(memory), advance, checks)
         else:
-            tasks = _file_tasks(plan, output, sources, advance, checks, stopped)
+            copier = Copier(plan, sources, advance, sizes)
+            tasks = _file_tasks(plan, output, copier, advance, checks, stopped)
         # closing(): no thread may write after the files are closed, even after an error.
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=by_parts), stopped)) as results:
             overflowed = sum(results)
@@ -151,7 +155,7 @@ def check_copies(checks: ConsistencyChecks | None, sources: Sources) -> int:
 def _file_tasks(
     plan: CopyPlan,
     output: Output,
-    sources: Sources,
+    copier: Copier,
     advance: Advance,
     checks: ReadChecks | None,
     stopped: threading.Event,
@@ -162,8 +166,7 @@ def _file_tasks(
     is one task. Casts and gathers keep cores busy, so that a file with them is many tasks. Values copied into one file
     and cast into another are read once, by a task of the copy.
     """
-    check_copies(plan.consistency, sources)
-    copier = Copier(plan, sources, advance)
+    check_copies(plan.consistency, copier.sources)
     files = {n: file for n, file in enumerate(plan.files) if not skipped(plan, file, output, advance, checks)}
     copies = {n: copier.split(file.copies) for n, file in files.items()}
     shared = find_shared_reads(plan, copies)

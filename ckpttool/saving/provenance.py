@@ -29,11 +29,16 @@ _restored: MutableMapping[Any, Mapping[str, Any]] = WeakKeyDictionary()
 
 
 class GitState:
-    """The commit that the code of this process is checked out at, asked of git once, in a thread."""
+    """The commit that the code of this process is checked out at, asked of git once, in a thread.
 
-    def __init__(self, directory: str) -> None:
+    Args:
+        directory: A directory of the code.
+        seconds: Most seconds that git may run.
+    """
+
+    def __init__(self, directory: str, seconds: float = GIT_SECONDS) -> None:
         self._found: dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._ask, args=(directory,), name="ckpttool-git", daemon=True)
+        self._thread = threading.Thread(target=self._ask, args=(directory, seconds), name="ckpttool-git", daemon=True)
         self._thread.start()
 
     def fields(self, timeout: float = WAIT_SECONDS) -> dict[str, Any]:
@@ -41,13 +46,13 @@ class GitState:
         self._thread.join(timeout)
         return {} if self._thread.is_alive() else dict(self._found)
 
-    def _ask(self, directory: str) -> None:
+    def _ask(self, directory: str, seconds: float) -> None:
         # One process for both; without the optional lock it does not disturb other uses of the repository.
         command = ["git", "-C", directory, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
         environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
         try:
             done = subprocess.run(  # noqa: S603  a fixed command
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=True, env=environment
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=True, env=environment
             )
         except (OSError, subprocess.SubprocessError, ValueError):
             return

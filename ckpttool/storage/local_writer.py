@@ -99,15 +99,26 @@ class LocalWriter(Writer):
         new: Whether it must not replace a file.
         mode: Its permissions before the umask.
         reserved: Whether to allocate its blocks now, so that a full disk fails at once.
+        part_bytes: Bytes of one write; None for PART_BYTES.
+        file_system: Type of its file system; None to ask for it.
 
     Raises:
         StorageError: The file cannot be created.
     """
 
-    part_bytes = PART_BYTES
-
-    def __init__(self, path: str, nbytes: int, *, new: bool = False, mode: int = 0o666, reserved: bool = False) -> None:
+    def __init__(
+        self,
+        path: str,
+        nbytes: int,
+        *,
+        new: bool = False,
+        mode: int = 0o666,
+        reserved: bool = False,
+        part_bytes: int | None = None,
+        file_system: str | None = None,
+    ) -> None:
         self.path = path
+        self.part_bytes = PART_BYTES if part_bytes is None else part_bytes
         self._new = new
         self._left = nbytes
         self._lock = threading.Lock()
@@ -119,7 +130,9 @@ class LocalWriter(Writer):
             try:
                 if reserved:
                     reserve(self._fd, nbytes, path)
-                if nbytes >= PART_BYTES and file_system_of(self._partial) in FILE_SYSTEMS:
+                if file_system is None and nbytes >= self.part_bytes:
+                    file_system = file_system_of(self._partial)
+                if nbytes >= self.part_bytes and file_system in FILE_SYSTEMS:
                     self._direct = open_direct(self._partial)
             except BaseException:
                 self.discard()
@@ -133,7 +146,7 @@ class LocalWriter(Writer):
         """
         with translate_os_errors(self.path):
             done = 0
-            if self._direct >= 0 and len(data) == PART_BYTES and start % ALIGNMENT == 0:
+            if self._direct >= 0 and len(data) == self.part_bytes and start % ALIGNMENT == 0:
                 done = write_direct(self._direct, memoryview(data), start)
             write_all(self._fd, memoryview(data)[done:], start + done)
             with self._lock:

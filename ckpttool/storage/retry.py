@@ -11,7 +11,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import MISSING, WAIT, storage_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -182,7 +182,7 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
     Raises:
         StorageError: The failure is permanent, or all attempts failed.
     """
-    pause = FIRST_PAUSE
+    pauses = growing(FIRST_PAUSE, LONGEST_PAUSE)
     began = time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -197,12 +197,18 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
                 problem = f"the store failed {attempt} times, last with {_short_name(error)}"
                 raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
         retries.add()
-        import random  # hardly any command retries
-
-        # Random, so that many processes that failed together do not retry together.
-        time.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-        pause = min(2 * pause, LONGEST_PAUSE)
+        time.sleep(next(pauses))
     raise AssertionError
+
+
+def growing(first: float, longest: float) -> Iterator[float]:
+    """Yield pauses in seconds: random, so that many processes that failed together do not retry together."""
+    import random  # hardly any command retries
+
+    pause = first
+    while True:
+        yield pause * random.uniform(0.5, 1.0)  # noqa: S311
+        pause = min(2 * pause, longest)
 
 
 def explain(path: str, error: BaseException) -> StorageError | None:

@@ -14,7 +14,10 @@ from ckpttool.catalog.entries import trainer_commits
 from ckpttool.formats.scan import commits, scan, trainer_folders
 from ckpttool.storage import aside_name
 from ckpttool.storage.local import LocalStorage
+from tests.faults.disks import watching
+from tests.faults.rules import Fail, Rule
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,17 +60,9 @@ def test_a_rotation_finishes_the_removals_of_a_killed_one(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == [".git", ".removed", "checkpoint-3", "checkpoint-6"]
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     _run(tmp_path)
-
-    def listing(storage: LocalStorage, path: str) -> list[Entry]:
-        if path.endswith("global_step3"):
-            raise ckpttool.StorageError(path, "cannot be read: Input/output error", "check the disk")
-        return kept(storage, path)
-
-    kept = LocalStorage.listing
-    monkeypatch.setattr(LocalStorage, "listing", listing)
-    with pytest.raises(ckpttool.StorageError, match="Input/output error"):
+    with watching(Rule(Fail("EIO"), "scandir", "global_step3$")), refused(ckpttool.StorageError):
         trainer_commits(trainer_folders(scan(LocalStorage(), str(tmp_path), depth=1)))
 
 

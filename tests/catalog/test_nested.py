@@ -15,6 +15,7 @@ from ckpttool.commit.marks import identity
 from ckpttool.storage import MARK, THINNING
 from tests.cli.command import ckpttool
 from tests.truth import source
+from tests.wording import refused
 
 INNER = {"checkpoint": "zero2-dp2-bf16-trainer", "checkpoint.ckpt": "zero2-dp2-bf16-lightning"}
 """Subdirectories that Ray's callbacks make, and a checkpoint that the trainer of each saved."""
@@ -89,7 +90,7 @@ def test_under_ray_the_best_is_found_by_its_step(tmp_path: Path) -> None:
 def test_a_state_that_cannot_be_read_stops_prune(tmp_path: Path) -> None:
     _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6"])
     (tmp_path / "checkpoint-6" / TRAINER_STATE).write_text("{")
-    with pytest.raises(api.CkptError, match=r"checkpoint-6/trainer_state\.json is not the state of a trainer; repair"):
+    with refused(api.CkptError):
         api.prune(tmp_path, keep_last=1)
     (tmp_path / "checkpoint-6" / TRAINER_STATE).unlink()
     assert [d.keep for d in api.prune(tmp_path, keep_last=1)] == [False, True]

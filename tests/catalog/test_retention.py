@@ -17,6 +17,7 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,7 +98,7 @@ def test_a_failed_save_restores_the_replaced_checkpoint(fails: bool, tmp_path: P
             raise StorageError("the disk", "is full", "free some space")
 
         place = Intercepted(LOCAL, write)
-        with pytest.raises(CkptError, match="is full"):
+        with refused(CkptError):
             save_version(place, str(tmp_path), Alone(), "step1", 3, overwrite=True)
     else:
         save_version(place, str(tmp_path), Alone(), "step1", 3, overwrite=True)
@@ -107,7 +108,7 @@ def test_a_failed_save_restores_the_replaced_checkpoint(fails: bool, tmp_path: P
 
 @pytest.mark.parametrize("value", [1.5, True, 0, -1, "2"])
 def test_rules_that_make_no_sense(value: object) -> None:
-    with pytest.raises(ValueError, match=f"is {value!r}, not a whole number of at least 1; choose 1 or more"):
+    with refused(ValueError):
         Rules(last=value)  # type: ignore[arg-type]
 
 
@@ -154,7 +155,7 @@ def test_a_save_does_not_go_through_a_link(tmp_path: Path) -> None:
     _save(root, ["step1"])
     elsewhere.mkdir()
     (root / "step2").symlink_to(elsewhere)
-    with pytest.raises(CkptError, match="step2: is reached through a link"):
+    with refused(CkptError):
         save_version(LOCAL, str(root), Alone(), "step2", 2)
     assert os.listdir(elsewhere) == []
 
@@ -166,7 +167,7 @@ def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeyp
     root = tmp_path / "root"
     root.mkdir()
     (root / "latest.0badcafe.partial").symlink_to(victim)
-    with pytest.raises(CkptError, match="latest: file exists"):
+    with refused(CkptError):
         LOCAL.put(str(root / "latest"), b"step1")
     assert victim.read_text() == "mine"
 

@@ -23,8 +23,7 @@ from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.commit.manifest import Manifest, read_manifest
 from ckpttool.commit.marks import Pin, find_pin, identity
-from ckpttool.errors import CkptError, PlanError, PruneError, StorageError
-from ckpttool.formats import open_checkpoint
+from ckpttool.errors import CkptError, PlanError, PruneError
 from ckpttool.formats.scan import scan
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
@@ -33,9 +32,10 @@ from ckpttool.storage.base import WHOLE
 from tests import damage, sampling
 from tests.cli.command import ckpttool
 from tests.faults.disks import CHANGES, watching
-from tests.faults.rules import Before, Nothing, Rule
+from tests.faults.rules import Before, Fail, Nothing, Rule
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_can_be_unpinned_but_not_pinned(root: Path) -> None
     for number in (1, 2):
         (root / f"step{number}" / "mp_rank_00_model_states.pt").unlink()
     api.unpin(root / "step1")
-    with pytest.raises(CkptError, match="is missing"):
+    with refused(CkptError):
         api.pin(root / "step2", why="mine")
 
 
@@ -372,7 +372,7 @@ def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path
 
 def test_what_cannot_be_thinned_stays_with_the_reason(root: Path) -> None:
     (root / "step1" / "model.safetensors").write_text("mine")
-    with pytest.raises(CkptError, match=r"step1: cannot be thinned: holds model\.safetensors, which is in the way"):
+    with refused(CkptError):
         api.prune(root, keep_last=3, thin="bf16")
     assert not api.inspect(root / "step1").thin
     with pytest.raises(PlanError):
@@ -389,31 +389,18 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
     (root / "step3" / "model.safetensors").write_text("mine too")
-    with pytest.raises(PruneError, match="step1: cannot be thinned: holds model") as caught:
+    with refused(PruneError) as caught:
         api.prune(root, keep_last=1, thin="bf16")
     assert [d.reason.startswith("cannot be thinned") for d in caught.value.decisions] == [True, False, True, False]
 
 
-def test_a_checkpoint_that_another_process_removes_is_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_another_process_removes_is_left_out(root: Path) -> None:
     """A run removes old checkpoints while ``prune`` looks at them, and then while it works."""
-    opened, removed = open_checkpoint, LOCAL.remove_tree
-
-    def slow(path: str, **options: Any) -> Any:
-        if path.endswith("step1"):
-            shutil.rmtree(path)
-        return opened(path, **options)
-
-    monkeypatch.setattr(entries, "open_checkpoint", slow)
-    assert [d.entry.name for d in api.prune(root, keep_last=1, dry_run=True)] == ["step2", "step3", "step4"]
-    monkeypatch.undo()
-
-    def late(_: object, path: str) -> None:
-        if path.endswith("step2"):
-            shutil.rmtree(path)
-        removed(path)
-
-    monkeypatch.setattr(type(LOCAL), "remove_tree", late)
-    done = {d.entry.name: d.reason for d in api.prune(root, keep_last=1)}
+    with watching(Rule(Before(lambda _: shutil.rmtree(root / "step1")), "open", r"step1/.*_states\.pt$")) as machine:
+        assert [d.entry.name for d in api.prune(root, keep_last=1, dry_run=True)] == ["step2", "step3", "step4"]
+        assert machine.rules[0].done
+    with watching(Rule(Before(lambda _: shutil.rmtree(root / "step2")), "rename", "step2$")):
+        done = {d.entry.name: d.reason for d in api.prune(root, keep_last=1)}
     assert (done["step2"], done["step3"]) == ("removed by another process", "no rule keeps it")
     assert {p.name for p in root.iterdir() if p.is_dir()} == {"step4"}
 
@@ -457,39 +444,30 @@ def test_a_removal_that_fails_halfway_is_an_error(root: Path, monkeypatch: pytes
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.raises(PruneError, match="step1: cannot be removed: permission denied"):
+    with refused(PruneError):
         api.prune(root, keep_last=3)
 
 
-def test_what_is_pinned_or_named_while_prune_works_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed = LOCAL.remove_tree
+def test_what_is_pinned_or_named_while_prune_works_stays(root: Path) -> None:
+    def meanwhile(_: object) -> None:
+        api.pin(root / "step2", why="the best so far")
+        (root / "latest").write_text("step3\n")
 
-    def slow(_: object, path: str) -> None:
-        removed(path)
-        if path.endswith("step1"):
-            api.pin(root / "step2", why="the best so far")
-            (root / "latest").write_text("step3\n")
-
-    monkeypatch.setattr(type(LOCAL), "remove_tree", slow)
-    done = [(d.entry.name, d.keep, d.reason) for d in api.prune(root, keep_last=1)]
+    with watching(Rule(Before(meanwhile), "rename", "step1$")):
+        done = [(d.entry.name, d.keep, d.reason) for d in api.prune(root, keep_last=1)]
     assert done[:3] == [
         ("step1", False, "no rule keeps it"), ("step2", True, "pinned meanwhile"),
         ("step3", True, "latest names it meanwhile"),
     ]  # fmt: skip
 
 
-def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (root / "step1" / THINNING).write_text("{")
-
-    def refuse(*_: object, **__: object) -> bool:
-        raise StorageError("step1/file", "permission denied", "check its permissions")
-
-    monkeypatch.setattr(cleanup, "recover", refuse)
-    monkeypatch.setattr(cleanup, "is_gone", lambda *_: False)
-    assert [d.keep for d in api.prune(root, keep_last=2)] == [False, False, True, True]
-    assert "step1/file: permission denied" in caplog.text
+def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mark = {"key": "x", "files": ["model.safetensors"], "old": []}
+    (root / "step1" / THINNING).write_text(json.dumps(mark))
+    (root / "step1" / "model.safetensors").write_bytes(b"begun")
+    with watching(Rule(Fail("EACCES"), "unlink", "step1/model.safetensors$")):
+        assert [d.keep for d in api.prune(root, keep_last=2)] == [False, False, True, True]
+    assert "step1/model.safetensors: permission denied" in caplog.text
 
 
 def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path) -> None:
@@ -676,18 +654,10 @@ def test_a_checkpoint_that_another_prune_is_thinning_is_left(root: Path, monkeyp
     assert api.inspect(root / "step1").thin
 
 
-def test_old_files_that_stay_after_a_thinning_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    delete = LOCAL.delete
-
-    def refuse(_: object, paths: list[str]) -> None:
-        if any(path.endswith("optim_states.pt") for path in paths):
-            raise StorageError(paths[0], "permission denied", "check who may write it")
-        delete(paths)
-
-    monkeypatch.setattr(type(LOCAL), "delete", refuse)
-    with pytest.raises(PruneError, match="is thin, but not all old files are removed: permission denied; repair that"):
+def test_old_files_that_stay_after_a_thinning_are_named(root: Path) -> None:
+    rule = Rule(Fail("EACCES"), "unlink", r"optim_states\.pt$", times=None)
+    with watching(rule), refused(PruneError):
         api.prune(root, keep_last=3, thin="bf16")
-    monkeypatch.undo()
     assert api.prune(root, keep_last=3, thin="bf16")[0].reason == "thin already"
     assert not list((root / "step1").glob("*optim_states.pt"))
 
@@ -718,7 +688,7 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
     shown = ckpttool("prune", tmp_path, "--keep-last", 1, "--thin", "bf16", "--dry-run").stdout
     assert "1 would be thinned" in shown
     assert "a checkpoint whose values are damaged is kept whole" in shown
-    with pytest.raises(PruneError, match="cannot be thinned: record "):
+    with refused(PruneError):
         api.prune(tmp_path, keep_last=1, thin="bf16")
     assert not api.inspect(tmp_path / "step1").thin
     assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout

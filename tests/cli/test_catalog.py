@@ -17,6 +17,7 @@ from ckpttool.errors import PlanError
 from ckpttool.storage import MARK, aside_name, open_storage
 from tests.cli.command import ckpttool, remains
 from tests.truth import NAMES, REPRESENTATIVE, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -269,9 +270,9 @@ def test_the_best_is_of_those_that_have_the_number() -> None:
     entries = [_entry(1, metrics={}), _entry(2, metrics={"loss": float("nan")}), _entry(3, metrics={"loss": 0.5})]
     entries += [_entry(4, metrics={"loss": 0.5}), _entry(5, metrics={"loss": 0.7}), _entry(6, metrics={})]
     assert _kept(entries, best="loss") == [4, 6]
-    with pytest.raises(PlanError, match="no checkpoint has accuracy"):
+    with refused(PlanError):
         _kept(entries, best="accuracy")
-    with pytest.raises(ValueError, match="any other rule"):
+    with refused(ValueError):
         Rules()
 
 
@@ -337,11 +338,13 @@ def test_latest_names_the_newest_of_copies_made_at_once(
     out = str(tmp_path / "copy") if place == "disk" else s3.url("copy")
     assert api.cp(root, out, tag="global_step9").latest
     looked = copy_plan.is_newest
+    copied: list[str] = []
 
     def late(*arguments: Any) -> bool:
         found = looked(*arguments)
-        monkeypatch.setattr(copy_plan, "is_newest", looked)
-        assert api.cp(root, out, tag="global_step20").latest
+        if not copied:
+            copied.append("global_step20")
+            assert api.cp(root, out, tag="global_step20").latest
         return found
 
     monkeypatch.setattr(copy_plan, "is_newest", late)

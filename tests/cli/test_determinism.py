@@ -45,7 +45,7 @@ def test_two_runs_write_the_same_bytes(
     for path in copy.rglob("*"):
         os.utime(path, ns=(1, 1))
     # Threads, long copies cut into many, another place, another time, another seed of hashes.
-    monkeypatch.setattr(copy_module, "TASK_ELEMENTS", 37)
+    monkeypatch.setattr(copy_module, "SIZES", copy_module.Sizes(task_elements=37))
     assert ckpttool("consolidate", elsewhere, tmp_path / "second", *options, "--jobs", 4).code == 0
     assert _written(tmp_path / "second") == expected
     # Where the kernel cannot copy, and into an output that was there.

@@ -122,11 +122,8 @@ def test_every_layer_has_one_letter_and_the_legend_all_letters(layers: int, caps
 
 
 @pytest.mark.parametrize("width", [8, 20, 40])
-def test_a_narrow_map_keeps_its_width(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_map, "PLAIN_WIDTH", width)
-    _map.print_map(api.inspect(source("pipeline-zero1-pp2-tp2-bf16")))
+def test_a_narrow_map_keeps_its_width(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    _map.print_map(api.inspect(source("pipeline-zero1-pp2-tp2-bf16")), width)
     lines = capsys.readouterr().out.split("\n\n")[2].splitlines()[1:]
     assert max(map(len, lines)) <= max(width, 4 + 2 + _map.MIN_ROOM)
     assert len({line.split("  ")[0] for line in lines}) == (4 if width >= 20 else 2)

@@ -15,13 +15,12 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from safetensors import safe_open
 
 import ckpttool as api
-from ckpttool.api.options import Options
 from ckpttool.errors import StorageError
 from ckpttool.execution import copy
 from ckpttool.storage import MARK, open_storage
@@ -29,7 +28,10 @@ from ckpttool.storage.safe_files import MOVE
 from ckpttool.storage.staging import staged
 from tests import damage
 from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, leftover, remains
+from tests.faults.disks import watching
+from tests.faults.rules import Before, Rule
 from tests.truth import read_safetensors, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -387,21 +389,14 @@ def test_limit_on_the_size_of_files_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["disk", "bucket"])
-def test_an_output_that_another_run_wrote_meanwhile_is_not_replaced(
-    place: str, tmp_path: Path, s3: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_another_run_wrote_meanwhile_is_not_replaced(place: str, tmp_path: Path, s3: Bucket) -> None:
     """Both runs found OUT empty; the second one commits while the first one opens its source."""
     out = str(tmp_path / "out") if place == "disk" else s3.url("out")
-    opened = Options.open
 
-    def late(options: Options, src: Any, **more: Any) -> Any:
-        monkeypatch.setattr(Options, "open", opened)
-        found = opened(options, src, **more)
-        api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors")
-        return found
+    def meanwhile(_: object) -> None:
+        assert ckpttool_process("consolidate", source("zero3-dp2-bf16"), out, "--to", "safetensors").code == 0
 
-    monkeypatch.setattr(Options, "open", late)
-    with pytest.raises(StorageError, match="is not empty"):
+    with watching(Rule(Before(meanwhile), "open", r"zero2-dp2-fp16/.*_states\.pt$")), refused(StorageError):
         api.consolidate(source("zero2-dp2-fp16"), out, to="safetensors")
     assert api.digest(out).weights == api.digest(source("zero3-dp2-bf16")).weights
 
@@ -432,7 +427,7 @@ def test_an_overwrite_mixes_no_weights_into_another_checkpoint(held: str, tmp_pa
     shutil.copytree(source(name), root)
     out = {"a tag": root / "global_step3", "a root": root, "a Trainer's folder": root}[held]
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    with pytest.raises(StorageError, match="contains a checkpoint, with which the output would be mixed"):
+    with refused(StorageError):
         api.consolidate(source("zero3-dp2-bf16"), out, to="safetensors", overwrite=True)
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import checksums
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 DATA = bytes(range(7 * CHUNK + 5))
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "MIN_CHUNK_BYTES", CHUNK)
+SUMS = of_bytes(DATA, CHUNK)
 
 
 @pytest.fixture
@@ -60,7 +56,7 @@ def _ranges() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_ranges_at_the_edges_of_chunks(path: str, way: Callable[..., bytes]) -> None:
     for a, b in _ranges():
-        storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
+        storage = ChecksummedStorage(LOCAL, {path: SUMS})
         with storage.open(path) as reader:
             assert way(storage, reader, a, b) == DATA[a:b]
             assert way(storage, reader, a, b) == DATA[a:b]  # when it was found sound
@@ -69,13 +65,12 @@ def test_ranges_at_the_edges_of_chunks(path: str, way: Callable[..., bytes]) -> 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_flipped_byte_anywhere_is_found_before_it_is_used(path: str, way: Callable[..., bytes]) -> None:
-    sums = of_bytes(DATA)
     for at in range(len(DATA)):
         with open(path, "r+b") as file:
             os.pwrite(file.fileno(), bytes([DATA[at] ^ 4]), at)
         chunk = at // CHUNK
         for a, b in [(at, at + 1), (0, len(DATA)), (chunk * CHUNK, min(len(DATA), chunk * CHUNK + 1))]:
-            storage = ChecksummedStorage(LOCAL, {path: sums})
+            storage = ChecksummedStorage(LOCAL, {path: SUMS})
             with storage.open(path) as reader, pytest.raises(ContainerError, match="is damaged") as caught:
                 way(storage, reader, a, b)
             first, last = chunk * CHUNK, min(len(DATA), chunk * CHUNK + CHUNK)
@@ -94,9 +89,7 @@ def test_any_reads_one_after_the_other(
     path = str(tmp_path_factory.getbasetemp() / "any")
     with open(path, "wb") as file:
         file.write(DATA)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "MIN_CHUNK_BYTES", CHUNK)
-        storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
+    storage = ChecksummedStorage(LOCAL, {path: SUMS})
     with storage.open(path) as reader:
         for way, start, length in reads:
             end = min(len(DATA), start + length)
@@ -104,15 +97,15 @@ def test_any_reads_one_after_the_other(
 
 
 def test_another_size_is_found_when_it_is_opened(path: str) -> None:
-    storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
+    storage = ChecksummedStorage(LOCAL, {path: SUMS})
     os.truncate(path, len(DATA) - 1)
-    with pytest.raises(ContainerError, match="is 116 bytes long, but 117 in the manifest"):
+    with refused(ContainerError):
         storage.open(path)
 
 
 def test_other_files_are_read_as_they_are(path: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    storage = ChecksummedStorage(LOCAL, {path: of_bytes(DATA)})
+    storage = ChecksummedStorage(LOCAL, {path: SUMS})
     with storage.open(str(tmp_path / "other")) as other, storage.open(path) as reader:
         assert storage.read_all([(other, 1, 3), (reader, 20, 30), (other, 0, 5)]) == [b"th", DATA[20:30], b"other"]
     assert storage.read_text(str(tmp_path / "other")) == "other"

@@ -13,6 +13,7 @@ from ckpttool.checksums import MIN_CHUNK_BYTES, Checksums, of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum, parse_manifest, read_manifest, size_problems
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.storage import LOCAL, MANIFEST
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,12 +117,12 @@ def test_a_manifest_of_an_earlier_release_has_no_checksum() -> None:
         del data[name]
     assert parse_manifest(json.dumps(data).encode()) == GOOD
     del (without := json.loads(GOOD.to_json()))[CHECKSUM]
-    with pytest.raises(ValueError, match="checksum"):
+    with refused(ValueError):
         parse_manifest(json.dumps(without).encode())
 
 
 def test_missing_manifest(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="does not exist"):
+    with refused(StorageError):
         read_manifest(LOCAL, str(tmp_path))
 
 

@@ -22,6 +22,7 @@ from tests.faults.s3_faults import ACCESS_DENIED
 from tests.faults.s3_proxy import Proxy
 from tests.saving.checkpoints import save_version
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +46,7 @@ def test_the_manifest_of_a_killed_copy_on_disk_commits_nothing(run: Path, tmp_pa
     (left,) = staging_of(copy / "step1")
     assert {MANIFEST, MARK} <= set(os.listdir(left))
     assert commits(scan(LOCAL, str(copy))) == []
-    with pytest.raises(CkptError, match="half-written by a killed run"):
+    with refused(CkptError):
         ckpttool.inspect(left)
     ckpttool.cp(run, copy, prove=True)
     assert [one.path for one in commits(scan(LOCAL, str(copy)))] == [str(copy / "step1")]
@@ -57,11 +58,11 @@ def test_the_manifest_of_a_killed_copy_in_a_bucket_commits_nothing(
     with Proxy(s3.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.add(ACCESS_DENIED, "delete_object", times=None)
-        with pytest.raises(CkptError, match="access denied"):
+        with refused(CkptError):
             ckpttool.cp(run, s3.url("copy"), prove=True)
         proxy.clear()
         assert {f"copy/step1/{name}" for name in (MANIFEST, MARK)} <= set(s3.keys())
-        with pytest.raises(CkptError, match="half-written by a killed run"):
+        with refused(CkptError):
             ckpttool.inspect(s3.url("copy/step1"))
         assert [entry.whole for entry in ckpttool.ls(s3.url("copy")).entries] == [False]
         ckpttool.cp(run, s3.url("copy"), prove=True)
@@ -83,5 +84,5 @@ def test_upkeep_leaves_a_checkpoint_into_which_a_command_was_writing(manifest: b
 
 def test_a_directory_that_is_being_saved_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (run / "step1" / MARK).write_text('{"key": "save 1", "files": [], "machine": "x"}')
-    with pytest.raises(CkptError, match="is being saved, or whose save was killed"):
+    with refused(CkptError):
         ckpttool.consolidate(source("zero2-dp2-bf16"), run / "step1", to="safetensors", overwrite=True)

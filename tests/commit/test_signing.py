@@ -27,6 +27,7 @@ from ckpttool.storage import LOCAL, MANIFEST, connect
 from tests.cli.command import ckpttool as command
 from tests.saving.checkpoints import part, version
 from tests.storage.large import write_weights
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +129,7 @@ def test_bytes_that_have_another_sha256_are_refused(signed: Path) -> None:
 
     _manifest(signed, change, KEY)
     _read_all(signed, None)
-    with pytest.raises(CkptError, match="do not match their checksum"):
+    with refused(CkptError):
         _read_all(signed, KEY)
     assert [f for f in ckpttool.verify(signed, sign_key=KEY).findings if f.path.endswith(changed)]
 
@@ -153,13 +154,13 @@ def test_tensor_bytes_of_the_same_crc32_are_refused_on_the_ranks_of_a_restore(tm
     assert zlib.crc32(data) == before
     path.write_bytes(data)
     _read_files(opened(None))
-    with pytest.raises(CkptError, match="do not match their checksum"):
+    with refused(CkptError):
         _read_files(opened(KEY))
 
 
 def test_a_signed_checkpoint_under_another_name_is_refused(signed: Path) -> None:
     signed.rename(signed.with_name("newer"))
-    with pytest.raises(PlanError, match="was signed for the tag 't', but its directory has another name"):
+    with refused(PlanError):
         _read_all(signed.with_name("newer"), KEY)
     signed.with_name("newer").rename(signed.with_name("t.replaced"))  # while it is saved anew
     _read_all(signed.with_name("t.replaced"), KEY)
@@ -170,12 +171,12 @@ def test_a_damaged_signature_is_found_without_the_key(signed: Path) -> None:
     told = json.loads(path.read_text())
     told[SIGNATURE] = told[SIGNATURE][::-1]
     path.write_text(json.dumps(told))
-    with pytest.raises(CkptError, match="is not a manifest of ckpttool; is it damaged"):
+    with refused(CkptError):
         read_manifest(LOCAL, str(signed))
 
 
 def test_another_key_is_refused(signed: Path) -> None:
-    with pytest.raises(PlanError, match="is not signed with this key"):
+    with refused(PlanError):
         _read_all(signed, OTHER)
 
 
@@ -200,13 +201,13 @@ def test_keys(tmp_path: Path) -> None:
     assert read_key(None) is None
     assert read_key(KEY) == KEY
     for given_key in (b"abc", tmp_path / "short", str(tmp_path / "short")):
-        with pytest.raises(PlanError, match="fewer than the 16 that are safe") as caught:
+        with refused(PlanError) as caught:
             read_key(given_key)
         assert "'abc'" not in str(caught.value)
 
 
 def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="needs a key"):
+    with refused(PlanError):
         CheckpointManager(tmp_path).opener(signed=True)
 
 
@@ -214,7 +215,7 @@ def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:
     open_whole(LOCAL, str(signed), committed=True)
     os.unlink(signed / MANIFEST)
     open_whole(LOCAL, str(signed))
-    with pytest.raises(PlanError, match="has no manifest"):
+    with refused(PlanError):
         open_whole(LOCAL, str(signed), committed=True)
 
 

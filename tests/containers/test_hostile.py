@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from ckpttool.containers import torch_file, torch_zip, unpickler
+from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
-from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.containers.torch_file import FIRST_READ, read_torch_file
 from ckpttool.containers.unpickler import unpickle
 from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.errors import CkptError, ContainerError, StorageError
@@ -44,6 +44,7 @@ from tests.hostile import (
     without_checksum,
     zip_file,
 )
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -203,13 +204,12 @@ def test_bomb_is_refused_for_what_it_is(bomb: str, explosions: dict[str, list[tu
 
 
 @pytest.mark.parametrize("what", greedy(1))
-def test_memory_taken_is_less_than_memory_charged(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_taken_is_less_than_memory_charged(what: str) -> None:
     data = greedy(8_000)[what]
     limit = 1 << 21
-    monkeypatch.setattr(unpickler, "MAX_MEMORY_BYTES", limit)
     tracemalloc.start()
     try:
-        unpickle(data, path="greedy.pt")
+        unpickle(data, path="greedy.pt", max_memory_bytes=limit)
     except ContainerError as error:
         assert "more than 2,097,152 bytes of memory" in str(error) or what == "marks"  # noqa: PT017
     finally:
@@ -235,9 +235,9 @@ def test_time_is_in_proportion_to_length() -> None:
 def test_lying_tensor_is_refused(lie: str) -> None:
     pickled = proto2(lying_tensors()[lie])
     payload = struct.pack("<q", 4) + bytes(16)
-    with pytest.raises(ContainerError, match=r"^run/file.pt: [^\n]+; [^\n]+$"):
+    with refused(ContainerError):
         read(zip_file(pickled, {"0": bytes(16)}))
-    with pytest.raises(ContainerError, match=r"^run/file.pt: [^\n]+; [^\n]+$"):
+    with refused(ContainerError):
         read(legacy_file(pickled, proto2(b"]" + text("0") + b"a"), payload))
 
 
@@ -251,7 +251,7 @@ def test_the_same_tensor_with_true_sizes_is_read() -> None:
 def test_a_tiny_storage_expanded_to_a_petabyte_has_no_range() -> None:
     pickled = proto2(tensor(storage(), 0, integers(1 << 50), integers(0)))
     file = read_torch_file(BytesReader(zip_file(pickled, {"0": bytes(16)})))
-    with pytest.raises(ContainerError, match="stored with strides"):
+    with refused(ContainerError):
         file.locate(file.root)
 
 
@@ -347,9 +347,9 @@ def _saved() -> bytes:
     return stream.getvalue()
 
 
-def _saved_legacy() -> bytes:
+def _saved_legacy(more: str = "x") -> bytes:
     stream = io.BytesIO()
-    value = {"a": torch.arange(3.0), "b": [1, "x", (2.5, None)], "c": torch.Size([2])}
+    value = {"a": torch.arange(3.0), "b": [1, more, (2.5, None)], "c": torch.Size([2])}
     torch.save(value, stream, _use_new_zipfile_serialization=False)
     return stream.getvalue()
 
@@ -361,7 +361,7 @@ def test_a_false_zip64_record_is_refused(field: str, value: int) -> None:
     locator = data.rindex(b"PK\x06\x07")
     end64 = data.rindex(b"PK\x06\x06")
     at = {"position": locator + 8, "start": end64 + 48, "nbytes": end64 + 40, "count": end64 + 32}[field]
-    with pytest.raises(ContainerError, match=r"^run/file.pt: the zip"):
+    with refused(ContainerError):
         read(overwrite(data, at, struct.pack("<Q", value)))
 
 
@@ -373,27 +373,23 @@ def test_a_false_zip64_size_is_refused() -> None:
     )
     central += b"a/data.pkl" + entry
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, len(central), len(body), 0)
-    with pytest.raises(ContainerError, match=r"'a/data\.pkl' reaches beyond the data"):
+    with refused(ContainerError):
         read(body + central + end)
 
 
-def test_directory_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_zip, "MAX_DIRECTORY_BYTES", 100)
-    with pytest.raises(ContainerError, match="the zip directory is larger than 100 bytes"):
-        read(_saved())
+def test_directory_too_large_is_refused_before_it_is_read() -> None:
+    with refused(ContainerError):
+        torch_zip.parse(BytesReader(_saved()), max_directory_bytes=100)
 
 
 @pytest.mark.parametrize("data", [_saved(), _saved_legacy()], ids=["zip", "legacy"])
-def test_pickle_too_large_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 100)
-    monkeypatch.setattr(torch_file, "FIRST_READ", 50)
-    with pytest.raises(ContainerError, match="its pickle is larger than 100 bytes"):
-        read(data)
+def test_pickle_too_large_is_refused(data: bytes) -> None:
+    with refused(ContainerError):
+        read_torch_file(BytesReader(data), max_pickle_bytes=100)
 
 
-def test_legacy_pickle_is_read_in_growing_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_file, "FIRST_READ", 16)
-    reader = BytesReader(_saved_legacy())
+def test_legacy_pickle_is_read_in_growing_pieces() -> None:
+    reader = BytesReader(_saved_legacy(more="x" * 5 * FIRST_READ))
     assert read_torch_file(reader).root["a"].shape == (3,)
 
 
@@ -492,7 +488,7 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_pickle_is_refused(odd: str) -> None:
-    with pytest.raises(ContainerError, match=r"^odd.pt: pickle (refused at|is damaged before) byte \d+[^\n]*; [^\n]+$"):
+    with refused(ContainerError):
         unpickle(ODD[odd], path="odd.pt")
 
 

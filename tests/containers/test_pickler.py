@@ -30,6 +30,7 @@ from ckpttool.errors import ContainerError, PlanError
 from tests.containers.cases import CASES, FIXTURES, OF_CHECKPOINTS, Case
 from tests.containers.oracle import assert_torch_equal, load, read
 from tests.hostile import BytesReader
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -288,7 +289,7 @@ def test_set_of_objects_is_written_in_the_order_it_was_read_in() -> None:
 def test_keyword_arguments_of_a_class_are_refused() -> None:
     made = Opaque("m", "C", "new")
     made.kwargs = {"a": 1}
-    with pytest.raises(PlanError, match=r"^out.pt: m.C was saved with keyword arguments; protocol 2 cannot write it$"):
+    with refused(PlanError):
         pickle(made, path="out.pt")
 
 
@@ -334,9 +335,9 @@ def test_values_at_the_maximum_depth_can_be_written() -> None:
 
 @pytest.mark.parametrize("bad", ["", ".", "..", "a/b", "a\0", "\ud800", "x" * 1000])
 def test_name_of_a_record_must_be_one_component(bad: str) -> None:
-    with pytest.raises(PlanError, match=r"^out.pt: .*cannot be the name of an archive"):
+    with refused(PlanError):
         torch_zip.build(b"", {}, prefix=bad, path="out.pt")
-    with pytest.raises(PlanError, match=r"^out.pt: storage key .* cannot name a record"):
+    with refused(PlanError):
         torch_zip.build(b"", {bad: 4}, prefix="a", path="out.pt")
 
 

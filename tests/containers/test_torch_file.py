@@ -20,6 +20,7 @@ from ckpttool.storage import LocalReader
 from tests.containers.cases import CASES, FILES, FIXTURES, OF_CHECKPOINTS, Case, module_state
 from tests.containers.oracle import assert_reads_as_torch_loads, read
 from tests.hostile import BytesReader
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,9 +136,7 @@ def test_a_tensor_that_is_not_contiguous_has_no_one_range(tmp_path: Path) -> Non
     path = str(tmp_path / "file.pt")
     torch.save(torch.arange(6).view(2, 3).t(), path)
     file = read(path)
-    with pytest.raises(
-        ContainerError, match=r"file.pt: a tensor of shape \(3, 2\) is stored with strides \(1, 3\); save it"
-    ):
+    with refused(ContainerError):
         file.locate(file.root)
 
 

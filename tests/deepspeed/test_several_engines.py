@@ -14,6 +14,7 @@ import ckpttool
 from ckpttool.storage import MANIFEST
 from tests.deepspeed.engines import build, refusal
 from tests.forked import on_ranks
+from tests.wording import refused
 
 pytestmark = pytest.mark.deepspeed
 
@@ -105,7 +106,7 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
     for name in ("policy", "critic"):
         assert ckpttool.verify(directory / name, deep=True).findings == ()
         assert ckpttool.inspect(directory / name).topology.world_size == 2
-    with pytest.raises(ckpttool.CkptError, match="has the checkpoints of critic and policy; pass one of them"):
+    with refused(ckpttool.CkptError):
         ckpttool.inspect(root)
     for found in resume(str(root)):
         assert found["state"] == {"epoch": 2}

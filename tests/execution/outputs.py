@@ -11,6 +11,7 @@ from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
     from ckpttool.execution.checks import ReadChecks
+    from ckpttool.execution.copy import Sizes
     from ckpttool.plan import CopyPlan
     from ckpttool.storage.staging import Journal
     from ckpttool.units import Advance
@@ -24,8 +25,10 @@ def run_into(
     advance: Advance = lambda _: None,
     journal: Journal | None = None,
     checks: ReadChecks | None = None,
+    sizes: Sizes | None = None,
+    file_system: str | None = None,
 ) -> int:
     """Write the files of a plan into an existing directory; return the number of elements cast to infinity."""
     opened = Directory.open(directory) if isinstance(directory, str) else contextlib.nullcontext(directory)
-    with opened as into, DirectoryOutput(into, journal) as output:
-        return run(plan, output, jobs=jobs, advance=advance, checks=checks)
+    with opened as into, DirectoryOutput(into, journal, file_system=file_system) as output:
+        return run(plan, output, jobs=jobs, advance=advance, checks=checks, sizes=sizes)

@@ -17,6 +17,7 @@ from ckpttool.execution.checks import ALLOWANCE_BYTES, ReadChecks
 from ckpttool.plan import SourceFile
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_the_same_bytes_read_twice_must_be_the_same() -> None:
     checks = ReadChecks([_file(DATA)])
     checks.note(0, 100, DATA[100:200])
     checks.note(0, 100, bytes(100))
-    with pytest.raises(ChecksumError, match="were read twice and differ"):
+    with refused(ChecksumError):
         checks.finish(_reader(DATA))
 
 
@@ -120,7 +121,7 @@ def test_overlapping_pieces_that_disagree_are_refused(pieces: list[tuple[int, by
     checks = ReadChecks([_file(DATA)])
     for start, data in pieces:
         checks.note(0, start, data)
-    with pytest.raises(ChecksumError, match=r"gave two contents|differ"):
+    with refused(ChecksumError):
         checks.finish(_reader(DATA))
     checks = ReadChecks([_file(DATA)])
     for start, data in pieces:

@@ -228,7 +228,6 @@ def _remove_tree(path: str) -> None:
 def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine record the disk operations of all ranks, with direct I/O in small parts, also on tmpfs."""
     monkeypatch.setattr(local_writer, "PART_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(local_writer.LocalWriter, "part_bytes", mmap.PAGESIZE)
     monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*local_writer.FILE_SYSTEMS, "tmpfs"})
     for name in sorted(_PATCHED):
         monkeypatch.setattr(os, name, partial(machine.do, name, getattr(os, name)))

@@ -111,7 +111,7 @@ def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Pa
 
 @pytest.mark.parametrize("at", sampling.some(range(40), 6))
 def test_failure_in_one_of_several_threads(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "TASK_ELEMENTS", 100)
+    monkeypatch.setattr(copy, "SIZES", copy.Sizes(task_elements=100))
     run = Run("", "zero3-dp2-bf16", ("--to", "safetensors", "--dtype", "bf16"))
     root = tmp_path / "root"
     before = _prepare(run, root)

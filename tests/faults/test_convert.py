@@ -18,6 +18,7 @@ from tests.cli.command import staging_of
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Fail, Nothing, Rule, interrupt
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -182,7 +183,7 @@ def test_an_output_refused_by_prove_is_not_resumed(tmp_path: Path, monkeypatch: 
     _convert(tmp_path / "whole", resume=False)
     with monkeypatch.context() as patch:
         patch.setattr("ckpttool.storage.local_writer.write_at", wrong)
-        with pytest.raises(LayoutError, match="has the digest"):
+        with refused(LayoutError):
             ckpttool.convert(SRC, tmp_path / "out", to="zero", world_size=3, stage=3, resume=True, prove=True)
     _convert(tmp_path / "out", resume=True)
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
@@ -222,14 +223,14 @@ def test_resuming_does_not_take_another_output_for_its_own(tmp_path: Path) -> No
     assert path.stat().st_size == (other / "model.safetensors").stat().st_size, "only the bytes tell the two apart"
     again = partial(ckpttool.consolidate, SRC, out, to="safetensors", resume=True)
     assert again(rename=rename[out]).written.there
-    with pytest.raises(StorageError, match="is not empty"):
+    with refused(StorageError):
         again(rename=rename[other])
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match="is not empty"):
+    with refused(StorageError):
         again(rename=rename[out])
     (out / "notes.txt").unlink()
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(StorageError, match="is not empty"):
+    with refused(StorageError):
         again(rename=rename[out])

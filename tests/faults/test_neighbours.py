@@ -20,6 +20,7 @@ from tests.cli.command import leftover, remains, staging_of
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Nothing, Rule, interrupt
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,7 +214,7 @@ def test_conversion_does_not_go_on_through_a_link(what: str, left: Path, tmp_pat
         os.mkfifo(left / "global_step3" / "pipe")
     else:
         os.link(victim, left / "global_step3" / "second")
-    with pytest.raises(StorageError, match=r"(is a link|second name|not a regular file).*; move it out of the way"):
+    with refused(StorageError):
         _convert(tmp_path / "out")
     assert list(elsewhere.iterdir()) == []
     assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ def slow(*arguments):
     time.sleep(0.05)
     return done
 os.pwrite = slow
-copy.TASK_ELEMENTS = 50
+copy.SIZES = copy.Sizes(task_elements=50)
 main()
 """
 """The command, at a crawl; it says when it is in the middle of writing."""

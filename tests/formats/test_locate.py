@@ -16,6 +16,7 @@ from ckpttool.formats.scan import natural_order
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.storage import LocalStorage
 from tests.truth import source, tag_directory
+from tests.wording import refused
 
 STORAGE = LocalStorage()
 
@@ -56,7 +57,7 @@ def test_a_trainers_output_directory_opens_its_newest_checkpoint(tmp_path: Path)
 
 def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(CkptError, match="pass one of its checkpoints: checkpoint-3"):
+    with refused(CkptError):
         locate(STORAGE, str(tmp_path), None)
 
 
@@ -64,14 +65,14 @@ def test_a_directory_of_runs_names_those_with_a_checkpoint(tmp_path: Path) -> No
     for name in ("run10", "run2"):
         shutil.copytree(source("zero2-dp2-bf16"), tmp_path / name)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(CkptError, match=r"pass one of its checkpoints: run2, run10$"):
+    with refused(CkptError):
         ckpttool.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["*_optim_states.pt", "*_model_states.pt"])
 def test_a_single_file_is_distinguished_from_its_folder(kind: str) -> None:
     path = next(Path(tag_directory("zero3-dp2-bf16")).glob(kind))
-    with pytest.raises(CkptError, match=f"is one file of a checkpoint, not a checkpoint; pass {path.parent}"):
+    with refused(CkptError):
         locate(STORAGE, str(path), None)
 
 
@@ -89,12 +90,10 @@ def test_a_tag_can_be_chosen(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step10\n")
     assert locate(STORAGE, str(tmp_path), None).tag == "global_step10"
     assert locate(STORAGE, str(tmp_path), "global_step9").tag == "global_step9"
-    with pytest.raises(
-        CkptError, match=r"no checkpoint of tag '\.\./x'; choose one with tag: global_step9, global_step10"
-    ):
+    with refused(CkptError):
         locate(STORAGE, str(tmp_path), "../x")
     (tmp_path / "latest").unlink()
-    with pytest.raises(CkptError, match="holds 2 checkpoints and no latest"):
+    with refused(CkptError):
         locate(STORAGE, str(tmp_path), None)
 
 
@@ -102,7 +101,7 @@ def test_a_tag_can_be_chosen(tmp_path: Path) -> None:
 def test_a_latest_that_names_nothing_sensible_is_refused(tmp_path: Path, content: str) -> None:
     shutil.copytree(tag_directory("zero1-dp1-bf16"), tmp_path / "global_step3")
     (tmp_path / "latest").write_text(content)
-    with pytest.raises(CkptError, match="choose one with tag: global_step3"):
+    with refused(CkptError):
         locate(STORAGE, str(tmp_path), None)
 
 
@@ -163,7 +162,7 @@ def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) ->
     remarks = [r for r in found.remarks if "the newest complete checkpoint was opened instead" in r]
     assert ["checkpoint-10" in remarks[0], "checkpoint-9" in remarks[1], len(remarks)] == [True, True, 2]
     next((tmp_path / "checkpoint-8").rglob("*rank_1*optim_states.pt")).unlink()
-    with pytest.raises(CkptError, match="found only rank 0") as caught:
+    with refused(CkptError) as caught:
         ckpttool.inspect(tmp_path)
     assert "checkpoint-10" in caught.value.path  # none is whole: the newest is told of
 
@@ -205,6 +204,6 @@ def test_the_layout_of_another_framework_is_named(name: str, tmp_path: Path) -> 
 def test_megatron_core_is_named(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"x")
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    with pytest.raises(LayoutError, match="distributed checkpoint of Megatron Core") as caught:
+    with refused(LayoutError) as caught:
         open_checkpoint(str(tmp_path))
     assert "Megatron-LM" in caught.value.hint

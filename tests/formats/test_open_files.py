@@ -15,6 +15,7 @@ from ckpttool.errors import CkptError
 from tests import damage
 from tests.cli.command import ckpttool as command
 from tests.truth import HERE
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +57,7 @@ def test_a_copy_of_another_parameters_moments_is_refused(checkpoint_copy: Callab
     _without_name(second)
     ckpttool.inspect(copy)
     shutil.copyfile(first, second)
-    with pytest.raises(CkptError, match="holds the same values as exp_avg of "):
+    with refused(CkptError):
         ckpttool.inspect(copy)
 
 

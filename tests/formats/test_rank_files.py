@@ -20,6 +20,7 @@ from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.forked import each_on_ranks
 from tests.formats import fsdp_runs
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,7 +228,7 @@ def test_schedulers_of_two_saves_are_refused(runs: Path, tmp_path: Path) -> None
     saved = torch.load(path, weights_only=False)
     saved["lr_scheduler"]["last_epoch"] += 1
     torch.save(saved, path)
-    with pytest.raises(LayoutError, match="has another scheduler than the first rank: two saves are mixed"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "mixed")
 
 
@@ -254,12 +255,10 @@ def test_a_copy_of_a_run_keeps_its_directories(source: str, runs: Path, tmp_path
 def test_a_wrong_latest_step_of_verl_is_refused(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fsdp-2-float32/verl", tmp_path / "run")
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("9")
-    with pytest.raises(
-        LayoutError, match=r"names .global_step_9., which is not there; choose one with tag: global_step_3"
-    ):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "run")
     assert ckpttool.inspect(tmp_path / "run", tag="global_step_3").step == fsdp_runs.STEPS
-    with pytest.raises(LayoutError, match="holds no checkpoint of tag '3'; choose one with tag: global_step_3"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "run", tag="3")
 
 
@@ -283,9 +282,9 @@ def test_of_fsdp1_the_weights_on_a_mesh_are_read_and_other_forms_are_refused(tmp
         assert torch.equal(ckpttool.extract(checkpoint, name, framework="torch"), value), name
     assert checkpoint.groups == ()
     assert any("the optimizer's states are left out" in remark for remark in checkpoint.remarks)
-    with pytest.raises(LayoutError, match="as a ShardedTensor of FSDP1, which is not read"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "fsdp1/none")
-    with pytest.raises(CkptError, match="flat parameters of FSDP1"):
+    with refused(CkptError):
         ckpttool.inspect(tmp_path / "fsdp1/local")
 
 
@@ -327,7 +326,7 @@ def test_files_of_two_steps_are_refused(runs: Path, tmp_path: Path) -> None:
     for states in saved["state"].values():
         states["step"] += 1
     torch.save(saved, path)
-    with pytest.raises(LayoutError, match=r"optimizer_0_rank1.bin: holds another step of .* two saves are mixed"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "mixed")
 
 
@@ -338,7 +337,7 @@ def test_copies_that_differ_are_found(runs: Path, tmp_path: Path) -> None:
     saved["up.weight"].to_local()[3] += 1
     torch.save(saved, path)
     assert [f for f in ckpttool.verify(tmp_path / "mixed", deep=True).findings if "up.weight" in f.problem]
-    with pytest.raises(CkptError, match=r"up\.weight"):
+    with refused(CkptError):
         ckpttool.consolidate(tmp_path / "mixed", tmp_path / "out", to="safetensors")
 
 
@@ -348,14 +347,14 @@ def test_files_of_another_world_size_beside_them_do_not_count(runs: Path, tmp_pa
         shutil.copy(path, tmp_path / "both")
     assert ckpttool.inspect(tmp_path / "both").topology.data_parallel == 4
     (tmp_path / "both/fsdp_config.json").unlink()
-    with pytest.raises(LayoutError, match="has files of 2 and 4 ranks"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "both")
 
 
 def test_a_run_with_two_models_asks_for_one(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fsdp-2-float32/verl", tmp_path / "run")
     shutil.copytree(tmp_path / "run/global_step_3/actor", tmp_path / "run/global_step_3/critic")
-    with pytest.raises(LayoutError, match=r"has the checkpoints of actor and critic; pass one of them: .*/actor"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "run")
     assert ckpttool.inspect(tmp_path / "run/global_step_3/critic").step == fsdp_runs.STEPS
 

@@ -16,6 +16,7 @@ from ckpttool.formats.fields import Fields
 from ckpttool.formats.zero.tensor_parallel import TensorParallel, merge
 from tests.formats.layouts import Disk, counted
 from tests.truth import gathered
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -199,7 +200,7 @@ def test_a_piece_of_an_affine_map_that_does_not_fit_is_refused(change: Callable[
     info = _affine([_piece([6, 2], (0, [4, 1]), (0, [2, 1]))], [], shard=[6, 2], whole=[6, 4])
     change(info["affine_map"]["params"]["^layer\\.weight$"]["ranks"][0]["pieces"][0])
     began = time.process_time()
-    with pytest.raises(LayoutError, match=r"layer\.weight"):
+    with refused(LayoutError):
         _rules(info).cut("layer.weight", [(6, 2), (6, 2)])
     assert time.process_time() - began < SECONDS
 

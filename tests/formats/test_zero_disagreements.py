@@ -11,6 +11,7 @@ import torch
 import ckpttool
 from ckpttool.errors import LayoutError
 from ckpttool.formats import open_checkpoint
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,27 +82,27 @@ def _tie_two_trained(file: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("file", "change"),
     [
-        (OPTIMIZER_1, _shorten_master, "rank_1.*its partition of group 0 has 1214 elements, not 1215"),
-        (OPTIMIZER_1, _lie_about_padding, "rank_1.*calls 2 elements of group 1 padding, but 3 are"),
-        (OPTIMIZER_1, _other_step, r"rank_1.*step of group 0 differs from rank 0's \(2.0 here, 3.0 there\)"),
-        (OPTIMIZER_1, _other_learning_rate, "rank_1.*hyper-parameters of group 1 differs from rank 0's"),
-        (OPTIMIZER_1, _other_alignment, "rank_1.*param_alignment_paddings differs from rank 0's"),
-        (OPTIMIZER_1, _other_version, "rank_1.*ds_version differs from rank 0's"),
-        (OPTIMIZER_1, _half_moments, "rank_1.*dtype of exp_avg of group 0 differs"),
-        (MODEL, _one_group_less, "lists 1 groups, but the optimizer files hold 2"),
-        (MODEL, _two_for_one_name, "names 'embed.weight' twice"),
-        (MODEL, _larger_shape, "partitions of 1216 elements on 2 ranks, but its parameters have 2468 elements"),
-        (MODEL, _one_parameter_less, "param_alignment_paddings does not fit the 3 parameters of group 0"),
-        (MODEL, _other_world_size, "was saved by 4 ranks, but .*rank_0.* by 2"),
-        (MODEL, _tie_two_trained, "ties 'norm.bias' to 'norm.weight', but the optimizer holds both"),
+        (OPTIMIZER_1, _shorten_master),
+        (OPTIMIZER_1, _lie_about_padding),
+        (OPTIMIZER_1, _other_step),
+        (OPTIMIZER_1, _other_learning_rate),
+        (OPTIMIZER_1, _other_alignment),
+        (OPTIMIZER_1, _other_version),
+        (OPTIMIZER_1, _half_moments),
+        (MODEL, _one_group_less),
+        (MODEL, _two_for_one_name),
+        (MODEL, _larger_shape),
+        (MODEL, _one_parameter_less),
+        (MODEL, _other_world_size),
+        (MODEL, _tie_two_trained),
     ],
 )
-def test_stage_2(file: str, change: Change, message: str, checkpoint_copy: Callable[[str], Path]) -> None:
+def test_stage_2(file: str, change: Change, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero2-dp2-bf16")
     _edit(root / "global_step3" / file, change)
-    with pytest.raises(LayoutError, match=message):
+    with refused(LayoutError):
         open_checkpoint(str(root))
     assert ckpttool.verify(str(root)).findings
 
@@ -145,25 +146,21 @@ def _other_global_step(file: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("file", "change"),
     [
-        (OPTIMIZER_1, _shorten_sub_group, "rank_1.*partition of sub-group 1 has .* but param_shapes gives"),
-        (OPTIMIZER_1, _empty_sub_group, "rank_1.*sub-group 1 is empty: it was offloaded to NVMe, and no file"),
-        ("zero_pp_rank_1_" + MODEL, _shorten_frozen, "rank_1.*holds 8 elements of frozen parameter .*bias, not 9"),
-        ("zero_pp_rank_1_" + MODEL, _other_frozen_type, "frozen_proj.bias has several dtypes"),
-        ("zero_pp_rank_1_" + MODEL, _no_frozen, "rank_1.*holds no elements of frozen parameter"),
-        ("zero_pp_rank_1_" + MODEL, _other_order, "rank_1.*param_shapes differs from rank 0's"),
-        (
-            "zero_pp_rank_1_" + MODEL,
-            _other_global_step,
-            r"rank_1.*global_steps differs from rank 0's \(2 here, 3 there\)",
-        ),
+        (OPTIMIZER_1, _shorten_sub_group),
+        (OPTIMIZER_1, _empty_sub_group),
+        ("zero_pp_rank_1_" + MODEL, _shorten_frozen),
+        ("zero_pp_rank_1_" + MODEL, _other_frozen_type),
+        ("zero_pp_rank_1_" + MODEL, _no_frozen),
+        ("zero_pp_rank_1_" + MODEL, _other_order),
+        ("zero_pp_rank_1_" + MODEL, _other_global_step),
     ],
 )
-def test_stage_3(file: str, change: Change, message: str, checkpoint_copy: Callable[[str], Path]) -> None:
+def test_stage_3(file: str, change: Change, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
     _edit(root / "global_step3" / file, change)
-    with pytest.raises(LayoutError, match=message):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -171,7 +168,7 @@ def test_sub_groups_of_one_group_that_took_different_steps_are_refused(checkpoin
     root = checkpoint_copy("zero3-dp2-bf16-sub-groups")
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, _other_sub_group_step)
-    with pytest.raises(LayoutError, match="has sub-groups 0 and 1"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -218,7 +215,7 @@ def test_padding_that_no_alignment_explains_is_refused(checkpoint_copy: Callable
     _edit(root / "global_step3" / MODEL, lambda file: file["param_shapes"][1].pop("norm.bias"))
     for path in (root / "global_step3").glob("*optim_states.pt"):
         _edit(path, lambda file: _states(file).pop("param_alignment_paddings"))
-    with pytest.raises(LayoutError, match=r"partitions of 40 elements on 2 ranks, .* have 59 elements"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -233,7 +230,7 @@ def test_frozen_weights_quantised_by_zero_are_refused_for_their_scale_is_lost(
 
     for path in (root / "global_step3").glob("*model_states.pt"):
         _edit(path, quantise)
-    with pytest.raises(LayoutError, match=r"frozen_proj\.bias is quantised to 8 bit .* its scale was not saved"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 
@@ -256,7 +253,7 @@ def test_a_rank_whose_place_among_the_experts_is_another_is_refused(checkpoint_c
                 entry["partition_rank"] = 1 - entry["partition_rank"]
 
     _edit(next(root.rglob("*rank_0*optim_states.pt")), move)
-    with pytest.raises(LayoutError, match="ds_zero_partition_groups gives rank 0 another position"):
+    with refused(LayoutError):
         open_checkpoint(str(root))
 
 

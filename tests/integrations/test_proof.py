@@ -8,6 +8,7 @@ import pytest
 
 import ckpttool
 from tests.forked import each_on_ranks
+from tests.wording import refused
 
 lr = pytest.importorskip("torch.optim.lr_scheduler")
 
@@ -244,9 +245,9 @@ def test_wrong_arguments_get_one_line(tmp_path: Path, run: _Trained) -> None:
             ckpttool.prove(run.net, path, **given)
         assert told in str(caught.value)
     run.net.register_buffer("phases", torch.ones(3, dtype=torch.complex128))
-    with pytest.raises(ckpttool.ArgumentError, match=r"phases: rank 0: has weights of torch.complex128, a type that"):
+    with refused(ckpttool.ArgumentError):
         ckpttool.live_digest(run.net)
-    with pytest.raises(ckpttool.CkptError, match="a type that ckpttool does not read; save the tensor in another type"):
+    with refused(ckpttool.CkptError):
         ckpttool.prove(run.net, run.save(tmp_path / "complex"))
 
 
@@ -267,7 +268,7 @@ def test_a_scheduler_and_tensors_beside_the_model_in_a_distributed_checkpoint(tm
         "the client state, such as loader.position: the save recorded no digests",
     )
     run.scheduler.last_epoch += 1
-    with pytest.raises(ckpttool.ProofError, match=r"scheduler.last_epoch is 2, but was saved as 1") as caught:
+    with refused(ckpttool.ProofError) as caught:
         ckpttool.prove(run.net, tmp_path / "a", optimizer=run.optimizer, scheduler=run.scheduler)
     assert len(caught.value.mismatches) == 1
 
@@ -316,7 +317,7 @@ def test_schedulers_of_every_form_in_a_distributed_checkpoint(kind: str, tmp_pat
     assert proof.unproven == ("the client state, such as loader.last_epoch: the save recorded no digests",)
     inner = scheduler._schedulers[0] if hasattr(scheduler, "_schedulers") else scheduler
     inner.last_epoch += 1
-    with pytest.raises(ckpttool.ProofError, match=r"scheduler\.(_schedulers\.0\.)?last_epoch is \d, but was saved as"):
+    with refused(ckpttool.ProofError):
         ckpttool.prove(net, tmp_path / "a", optimizer=optimizer, scheduler=scheduler)
     other = lr.CyclicLR(torch.optim.SGD(net.parameters(), lr=0.01), 0.01, 0.1)
     proof = ckpttool.prove(net, tmp_path / "a", optimizer=optimizer, scheduler=other)
@@ -411,7 +412,7 @@ def test_other_state_dicts_are_not_taken_for_the_model(saved: dict[str, str], to
     if "model" in saved:
         assert told in _left_out(ckpttool.prove(net, tmp_path / "a"))
         del net[1]
-        with pytest.raises(ckpttool.ProofError, match=r"weights of 1.weight is missing"):
+        with refused(ckpttool.ProofError):
             ckpttool.prove(net, tmp_path / "a")
     else:
         with pytest.raises(ckpttool.CkptError, match=told):

@@ -11,6 +11,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import ArgumentError, PlanError
+from tests.wording import refused
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -87,20 +88,15 @@ def test_shared_streams() -> None:
 
 def test_errors() -> None:
     state = ckpttool.rng_state()
-    for arguments, words in (
-        (([], 0, 1), "has no state"),
-        (([state], 2, 2), "is 2, not from 0 to 1"),
-        (([{"a": 1}], 0, 1), "not a state of rng_state"),
-        (([{**state, "rng_format": 9}], 0, 1), "later release"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
-            ckpttool.derive_rng_state(*arguments)
-    with pytest.raises(ArgumentError, match="names 'cpu'"):
+    for states, rank in (([], 0), ([state], 2), ([{"a": 1}], 0), ([{**state, "rng_format": 9}], 0)):
+        with refused(ArgumentError):
+            ckpttool.derive_rng_state(states, rank, max(rank, 1))
+    with refused(ArgumentError):
         ckpttool.derive_rng_state([state], 0, 1, shared=["cpu"])
-    with pytest.raises(ArgumentError, match="not a state of rng_state"):
+    with refused(ArgumentError):
         ckpttool.set_rng_state({"torch": state["torch"]})
-    with pytest.raises(ArgumentError, match="lacks numpy"):
+    with refused(ArgumentError):
         ckpttool.set_rng_state({key: value for key, value in state.items() if key != "numpy"})
     other = {**state, "numpy": {**state["numpy"], "bit_generator": "PCG64"}}
-    with pytest.raises(PlanError, match="used 'PCG64', for which no stream can be derived"):
+    with refused(PlanError):
         ckpttool.derive_rng_state([other], 0, 1)

@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ckpttool.data import ResumableLoader, ResumableSampler, batches_to_skip
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.integrations.torch.sampler import TAILS
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,26 +212,21 @@ def test_pending_micro_batches_are_read_again() -> None:
 
 
 def test_errors() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"batch_size": 0}, "batch_size: is 0"),
-        ({"tail": "wrap"}, "tail: is 'wrap'"),
-        ({"rank": 2}, "rank: is 2, not from 0 to 1"),
-        ({"length": 1}, "data: has 1 samples, fewer than the 2 of all ranks"),
-        ({"length": 7, "tail": "drop", "accumulation": 2}, "fewer than the 8 of a step"),
+    wrong: list[dict[str, Any]] = [
+        {"batch_size": 0},
+        {"tail": "wrap"},
+        {"rank": 2},
+        {"length": 1},
+        {"length": 7, "tail": "drop", "accumulation": 2},
     ]
-    for options, words in wrong:
-        with pytest.raises(ArgumentError, match=words):
+    for options in wrong:
+        with refused(ArgumentError):
             _sampler(**{"length": 9, "ranks": 2, "rank": 0, **options})
     state = _sampler(9, 0, 1).state_dict()
-    for changed, words in (
-        ({"length": 10}, "length 10, but the sampler has 9"),
-        ({"seed": 6}, "seed 6, but the sampler has 5"),
-        ({"shuffle": False}, "shuffle False"),
-        ({"sampler_format": 2}, "later release"),
-    ):
-        with pytest.raises(ArgumentError, match=words):
+    for changed in ({"length": 10}, {"seed": 6}, {"shuffle": False}, {"sampler_format": 2}):
+        with refused(ArgumentError):
             _sampler(9, 0, 1).load_state_dict({**state, **changed})
-    with pytest.raises(ArgumentError, match="lacks sampler_format"):
+    with refused(ArgumentError):
         _sampler(9, 0, 1).load_state_dict({})
 
 
@@ -285,7 +281,7 @@ def test_a_loader_counts_what_the_loop_took(make: Callable[..., Any], workers: i
 
 
 def test_a_loader_with_another_sampler() -> None:
-    with pytest.raises(ArgumentError, match="batch sampler of BatchSampler, not of ResumableSampler"):
+    with refused(ArgumentError):
         ResumableLoader(DataLoader([1, 2, 3]))
 
 
@@ -325,7 +321,7 @@ def test_accelerate_skips_what_was_read(saving: int, resuming: int) -> None:
 
 
 def test_a_batch_size_that_fits_is_named() -> None:
-    with pytest.raises(PlanError, match="choose batch size 2, or use ckpttool"):
+    with refused(PlanError):
         batches_to_skip(12, world_size=3, batch_size=3)
-    with pytest.raises(PlanError, match="save where the number of samples fits both runs"):
+    with refused(PlanError):
         batches_to_skip(7, world_size=3, batch_size=3)

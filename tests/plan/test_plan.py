@@ -9,6 +9,7 @@ import pytest
 
 from ckpttool.errors import PlanError
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile, merge_literals
+from tests.wording import refused
 
 NOTHING = np.zeros(0, dtype=COPY)
 
@@ -42,7 +43,7 @@ def test_a_file_not_filled_exactly_once_is_refused(nbytes: int, literals: Any, c
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "../x", "/x", "a\0b"])
 def test_a_name_that_leaves_the_directory_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match="not a plain file name"):
+    with refused(PlanError):
         CopyPlan((), (), (TargetFile(name, 0, (), NOTHING),))
 
 

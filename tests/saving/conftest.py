@@ -65,8 +65,7 @@ def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ite
     endpoint, client = small_parts
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setattr(s3, "MIN_PART_BYTES", PART_BYTES)
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.005)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0)
     s3.SingleAttemptFileSystem.clear_instance_cache()
     bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
     client.create_bucket(Bucket=bucket.name)

@@ -149,6 +149,5 @@ class Crew:
 
 def install(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the protocol live in the crew's time."""
-    monkeypatch.setattr(coordination, "time", clock)
-    monkeypatch.setattr(two_phase, "time", clock)
-    monkeypatch.setattr(claim, "time", clock)
+    for module in (coordination, two_phase, claim):
+        monkeypatch.setattr(module, "time", clock)

@@ -13,18 +13,20 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HostPayload, PlainFile, write_files
-from ckpttool.storage import MANIFEST, MARK, open_storage, retry
+from ckpttool.storage import MANIFEST, MARK, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
+from ckpttool.storage.retry import ATTEMPTS
 from ckpttool.storage.s3 import S3Storage
 from tests import sampling
 from tests.faults.disks import Fault, Killed, Machine
-from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Cut
+from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Answer, Cut
 from tests.faults.s3_proxy import Proxy
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.saving.conftest import PART_BYTES
 from tests.storage import server
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,7 +201,7 @@ def test_a_denied_part_is_not_retried(bucket: server.Bucket, monkeypatch: pytest
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         proxy.add(ACCESS_DENIED, "upload_part", times=None)
         url = bucket.url("run")
-        with pytest.raises(StorageError, match="access denied"):
+        with refused(StorageError):
             write_files(
                 open_remote(url, {}), url, [PlainFile("file", HostPayload(bytes(parts * PART_BYTES)))], lambda: None
             )
@@ -240,7 +242,6 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
 ) -> None:
     clock = crew.Clock()
     crew.install(clock, monkeypatch)
-    monkeypatch.setattr(retry, "ATTEMPTS", 3)
     with Proxy(bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         name = sorted(version(1))[1]  # the second rank's
@@ -252,7 +253,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
         errors = {str(o.error) for o in outcomes}
         assert len(errors) == 1, errors
         error = errors.pop()
-        assert f"was not saved: rank 1: {url}/step1/{name}: the store failed 3 times" in error
+        assert f"was not saved: rank 1: {url}/step1/{name}: the store failed {ATTEMPTS} times" in error
         assert error.endswith("nothing was committed")
     assert bucket.uploads() == []
     assert [k for k in bucket.keys("run/") if "/step1/" in k] == []
@@ -261,7 +262,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
 def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
     url = bucket.url("run")
     save_version(open_storage(url), url, Alone(), "step1", 1)
-    with pytest.raises(StorageError, match="is the only whole checkpoint"):
+    with refused(StorageError):
         save_version(open_storage(url), url, Alone(), "step1", 2, overwrite=True)
     found = chosen(url, open_remote(url, {}))
     assert found is not None
@@ -269,10 +270,9 @@ def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
 
 
 def test_full_bucket(bucket: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: S3Storage, path: str, data: bytes) -> None:
-        raise StorageError(path, "no space left on the device", "free some")
-
-    url = bucket.url("run")
-    monkeypatch.setattr(S3Storage, "put", full)
-    with pytest.raises(StorageError, match="no space left"):
-        save_version(open_storage(url), url, Alone(), "step1", 1)
+    with Proxy(bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        proxy.add(Answer(403, "QuotaExceeded"), "put_object", times=None)
+        url = bucket.url("run")
+        with refused(StorageError):
+            save_version(open_storage(url), url, Alone(), "step1", 1)

@@ -46,9 +46,8 @@ def test_without_git_or_its_answer_a_save_records_none(tmp_path: Path, monkeypat
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("ckpttool.saving.provenance.GIT_SECONDS", 0.2)
-    assert GitState(str(tmp_path)).fields(0.0) == {}
-    assert GitState(str(tmp_path)).fields(20) == {}
+    assert GitState(str(tmp_path), seconds=0.2).fields(0.0) == {}
+    assert GitState(str(tmp_path), seconds=0.2).fields(20) == {}
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert GitState(str(tmp_path)).fields(20) == {}
 

@@ -34,12 +34,18 @@ def quick_and_fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No pauses between attempts; no test sees the memory storage of another."""
     import fsspec
 
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0)
     yield
     memory = fsspec.filesystem("memory")
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def small_stream_parts(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Size of the parts in which files of storages other than S3 are written; small."""
+    monkeypatch.setattr("ckpttool.storage.fsspec.PART_BYTES", 1024)
+    return 1024
 
 
 @pytest.fixture(params=["local", "memory", "s3", *places.OTHERS])

@@ -21,6 +21,7 @@ from tests.cli.command import ckpttool as command
 from tests.storage import places
 from tests.storage.places import files_in
 from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from tests.storage.places import Place
@@ -229,7 +230,7 @@ def test_a_mixture_of_two_saves_is_refused_and_leaves_nothing(place: Place, tmp_
     state["module"][name].view(-1)[0] += 1
     torch.save(state, path)
     out = place.new()
-    with pytest.raises(ckpttool.LayoutError, match="differs from its fp32 master"):
+    with refused(ckpttool.LayoutError):
         ckpttool.consolidate(place.put(mixed), out, to="safetensors")
     assert place.files(out) == {}
 

@@ -13,6 +13,7 @@ from tests import damage
 from tests.cli.command import staging_of
 from tests.storage.places import files_in
 from tests.truth import HERE
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +46,7 @@ def flipped(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_flipped_bit_of_a_source_is_refused(name: str, place: Place, flipped: Path) -> None:
     src, out = place.put(flipped), place.new()
-    with pytest.raises(ChecksumError, match=r"rank_1_mp_rank_00_optim_states\.pt: record .*, bytes [\d,]+ to "):
+    with refused(ChecksumError):
         COMMANDS[name](src, out)
     assert not place.files(out)
 

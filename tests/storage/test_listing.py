@@ -9,6 +9,7 @@ import pytest
 from ckpttool.errors import StorageError
 from ckpttool.storage import find_text, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from tests.faults.s3_proxy import Proxy
@@ -48,7 +49,7 @@ def test_an_object_is_found_by_its_name_alone(s3: Bucket, proxy: Proxy) -> None:
     storage, out = _storage(s3), s3.url("out")
     assert storage.exists(out)
     assert not storage.is_dir(out)
-    with pytest.raises(StorageError, match="is not a directory"):
+    with refused(StorageError):
         storage.listing(out)
     with storage.open(out) as reader:
         assert reader.read(0, reader.nbytes) == b"data of out"
@@ -89,5 +90,5 @@ def test_a_marker_as_consoles_leave_it_is_an_empty_directory(s3: Bucket) -> None
 def test_a_missing_bucket_is_named(s3: Bucket) -> None:
     storage = _storage(s3)
     for ask in (storage.is_dir, storage.exists, storage.listing):
-        with pytest.raises(StorageError, match="bucket"):
+        with refused(StorageError):
             ask(f"s3://{s3.name}-not/out")

@@ -11,6 +11,7 @@ from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.s3 import MIN_PART_BYTES
 from tests.faults import s3_faults as faults
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from tests.faults.s3_proxy import Proxy
@@ -65,7 +66,7 @@ def test_parts_are_sent_with_the_options(s3: Bucket, proxy: Proxy, monkeypatch: 
 @pytest.mark.parametrize("fault", [faults.ACCESS_DENIED, faults.EXPIRED_TOKEN], ids=lambda f: f.code)
 def test_a_denied_part_is_an_error(fault: faults.Answer, s3: Bucket, proxy: Proxy) -> None:
     proxy.add(fault, "upload_part", "partNumber=2", times=None)
-    with pytest.raises(StorageError, match=r"access denied|the credentials have expired"):
+    with refused(StorageError):
         _write(s3)
     sent = proxy.requests("upload_part")
     assert len(sent) == 2
@@ -83,6 +84,6 @@ def test_a_passing_failure_is_retried(fault: faults.Answer, s3: Bucket, proxy: P
 
 def test_a_missing_object_is_reported(s3: Bucket, proxy: Proxy) -> None:
     proxy.add(faults.NO_SUCH_UPLOAD, "upload_part", "partNumber=2", times=None)
-    with pytest.raises(StorageError, match="another process aborted its upload"):
+    with refused(StorageError):
         _write(s3)
     assert len(proxy.requests("upload_part")) == 2

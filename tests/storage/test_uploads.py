@@ -34,6 +34,7 @@ from tests.faults.s3_faults import Cut, Hang
 from tests.storage.large import write_weights
 from tests.storage.places import Memory, Remote, files_in
 from tests.truth import source
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -352,7 +353,7 @@ def test_failed_run_may_be_gone_on_with(s3: Bucket, proxy: Proxy) -> None:
     out = s3.url("out")
     arguments = {"to": "zero", "world_size": 2, "resume": True}
     proxy.add(faults.ACCESS_DENIED, "put_object", r"out/latest", times=None)
-    with pytest.raises(StorageError, match="access denied"):
+    with refused(StorageError):
         ckpttool.convert(source("zero3-dp2-bf16"), out, **arguments)  # type: ignore[arg-type]
     assert f"out/{MARK}" in s3.keys()  # noqa: SIM118
     proxy.clear()
@@ -419,10 +420,10 @@ class _Careful:
         pass
 
 
+@pytest.mark.usefixtures("small_stream_parts")
 def test_overwriting_run_that_fails_leaves_what_was_there_on_other_storages(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.implementations.memory as implementation
 
-    monkeypatch.setattr(remote, "PART_BYTES", 1024)
     monkeypatch.setattr(implementation.MemoryFileSystem, "open", lambda self, path, *_, **__: _Careful(self, path))
     monkeypatch.setattr(implementation.MemoryFileSystem, "pipe_file", _piped)
     place = Memory()
@@ -431,8 +432,8 @@ def test_overwriting_run_that_fails_leaves_what_was_there_on_other_storages(monk
     before = place.files(out)
     assert set(before) == {"model.safetensors"}
     with monkeypatch.context() as patch:
-        _fail_at(patch, 2048)
-        with pytest.raises(StorageError, match="on purpose"):
+        _fail_windows(patch, lambda start: start == 2048)
+        with refused(StorageError):
             ckpttool.consolidate(source("zero3-dp4-bf16"), out, to="safetensors", overwrite=True)
     assert place.files(out) == before
     ckpttool.consolidate(source("zero3-dp4-bf16"), out, to="safetensors", overwrite=True)
@@ -502,7 +503,7 @@ def test_a_wrong_output_is_removed(to: str, weights: str, s3: Bucket, monkeypatc
         "consolidate": lambda: ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS),  # type: ignore[arg-type]
         "convert": lambda: ckpttool.convert(weights, s3.url("out"), to="dcp", prove=True),
     }[to]
-    with pytest.raises(CkptError, match="has the digest"):
+    with refused(CkptError):
         go()
     _assert_nothing_is_left(s3)
 
@@ -524,7 +525,7 @@ def test_a_wrong_output_that_cannot_be_removed_is_refused(
     proxy.add(faults.ACCESS_DENIED, "delete_object", times=None)
     with monkeypatch.context() as patch:
         _flip(patch)
-        with pytest.raises(CkptError, match="has the digest"):
+        with refused(CkptError):
             ckpttool.consolidate(weights, s3.url("out"), prove=True, **SHARDS)  # type: ignore[arg-type]
     proxy.clear()
     assert s3.keys() == [f"out/{name}" for name in sorted([MARK, *expected])]
@@ -537,11 +538,11 @@ def test_a_wrong_output_is_not_resumed(weights: str, s3: Bucket, proxy: Proxy, m
     run: dict[str, Any] = {**SHARDS, "resume": True}
     _flip(monkeypatch)
     proxy.add(faults.ACCESS_DENIED, "put_object", INDEX, times=None)
-    with pytest.raises(StorageError, match="access denied"):
+    with refused(StorageError):
         ckpttool.consolidate(weights, s3.url("out"), **run)
     proxy.clear()
     assert f"out/{LARGE}" in s3.keys()  # noqa: SIM118
-    with pytest.raises(CkptError, match="has the digest"):
+    with refused(CkptError):
         ckpttool.consolidate(weights, s3.url("out"), prove=True, **run)
     _assert_nothing_is_left(s3)
 
@@ -569,18 +570,24 @@ def _cut_off(proxy: Proxy, nth: int, function: Callable[[], object]) -> None:
     proxy.clear()
 
 
-def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Let a run fail after some windows of its sources, before it replaces a file."""
+def _fail_windows(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
+    """Let windows of the sources fail, by their first byte in the file that is written."""
     from ckpttool.execution.copy import PartAssembler
 
-    right, calls = PartAssembler.assemble, itertools.count()
+    right = PartAssembler.assemble
 
     def assemble(self: PartAssembler, start: int, end: int) -> tuple[memoryview, int]:
-        if next(calls) >= count:
+        if fails(start):
             raise StorageError("window", "failed on purpose", "")
         return right(self, start, end)
 
     monkeypatch.setattr(PartAssembler, "assemble", assemble)
+
+
+def _fail_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let a run fail after some windows of its sources, before it replaces a file."""
+    calls = itertools.count()
+    _fail_windows(monkeypatch, lambda _: next(calls) >= count)
 
 
 def _is_refused(out: str) -> bool:
@@ -646,20 +653,6 @@ def test_a_kill_while_replacing_leaves_no_mixture_not_even_after_another_failure
 # ------------------------------------------------------------------------------------------------- threads
 
 
-def _fail_at(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Let the window that begins at a byte fail, of every file."""
-    from ckpttool.execution.copy import PartAssembler
-
-    right = PartAssembler.assemble
-
-    def assemble(self: PartAssembler, start: int, end: int) -> tuple[memoryview, int]:
-        if start == at:
-            raise StorageError("window", "failed on purpose", "")
-        return right(self, start, end)
-
-    monkeypatch.setattr(PartAssembler, "assemble", assemble)
-
-
 def _within(seconds: float, function: Callable[[], object]) -> BaseException | None:
     """What a function raised; it must end in time."""
     raised: list[BaseException] = []
@@ -677,17 +670,17 @@ def _within(seconds: float, function: Callable[[], object]) -> BaseException | N
     return raised[0] if raised else None
 
 
+@pytest.mark.usefixtures("small_stream_parts")
 @pytest.mark.parametrize("memory", ["1KB", "9KB", "256MB"])
 @pytest.mark.parametrize("jobs", [1, 2, 16])
 @pytest.mark.parametrize("at", [None, 0, 1024, 5120])
 def test_parts_wait_for_each_other_and_for_memory_but_not_forever(
     at: int | None, jobs: int, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 1024)
     place = Memory()
     out = place.new()
     if at is not None:
-        _fail_at(monkeypatch, at)
+        _fail_windows(monkeypatch, lambda start: start == at)
     src = source("zero3-dp2-bf16")
     error = _within(20, lambda: ckpttool.convert(src, out, to="zero", world_size=2, jobs=jobs, memory=memory))
     if at is None:
@@ -698,11 +691,11 @@ def test_parts_wait_for_each_other_and_for_memory_but_not_forever(
         assert place.files(out) == {}
 
 
+@pytest.mark.usefixtures("small_stream_parts")
 def test_a_file_system_that_commits_nothing_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some open a file where it is to lie, and know no other way."""
     import fsspec.implementations.memory as implementation
 
-    monkeypatch.setattr(remote, "PART_BYTES", 1024)
     fs = implementation.MemoryFileSystem()
 
     class Direct:
@@ -730,8 +723,8 @@ def test_a_file_system_that_commits_nothing_will_do(monkeypatch: pytest.MonkeyPa
         patch.setattr(implementation.MemoryFileSystem, "pipe_file", _piped)
         ckpttool.consolidate(source("zero3-dp2-bf16"), out, to="safetensors")
         assert set(place.files(out)) == {"model.safetensors"}
-        _fail_at(patch, 2048)
-        with pytest.raises(StorageError, match="on purpose"):
+        _fail_windows(patch, lambda start: start == 2048)
+        with refused(StorageError):
             ckpttool.consolidate(source("zero3-dp2-bf16"), out + "2", to="safetensors")
     assert place.files(out + "2") == {}
 
@@ -815,7 +808,7 @@ def test_parts_of_other_storages_are_as_many_as_azure_takes_and_as_large_as_goog
         assert -(-nbytes // part) <= remote.MAX_PARTS
 
 
-def test_bytes_are_held_back_for_at_most_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_held_back_for_at_most_one_part(small_stream_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec.implementations.memory as implementation
 
     asked: list[Any] = []
@@ -826,7 +819,6 @@ def test_bytes_are_held_back_for_at_most_one_part(monkeypatch: pytest.MonkeyPatc
             asked.append(options.get("block_size"))
         return opened(self, path, mode, **options)
 
-    monkeypatch.setattr(remote, "PART_BYTES", 1024)
     monkeypatch.setattr(implementation.MemoryFileSystem, "open", noted)
     ckpttool.convert(source("zero3-dp2-bf16"), Memory().new(), to="zero", world_size=1)
-    assert set(asked) == {1024}
+    assert set(asked) == {small_stream_parts}

@@ -16,6 +16,7 @@ import ckpttool
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from tests import damage, sampling
 from tests.truth import NAMES, REPRESENTATIVE, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,7 +249,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_left_to_write_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no parameter is left to write"):
+    with refused(PlanError):
         ckpttool.consolidate(source("zero3-dp3-bf16"), str(tmp_path / "out"), to="safetensors", include=["nothing"])
     assert not (tmp_path / "out").exists()
 
@@ -293,7 +294,7 @@ def test_an_order_that_recorded_slices_contradict_is_refused(checkpoint_copy: Ca
     state["module"] = type(state["module"])((k, v.clone()) for k, v in state["module"].items())
     torch.save(state, path)
     damage.swap_equals(root)
-    with pytest.raises(LayoutError, match=r"recorded \d+ elements of '.*' for its rank"):
+    with refused(LayoutError):
         ckpttool.inspect(str(root))
 
 
@@ -309,7 +310,7 @@ def test_an_order_that_only_values_contradict_is_refused(
     torch.save(state, path)
     ckpttool.inspect(str(root))
     damage.swap_equals(root)
-    with pytest.raises(LayoutError, match=r"copy of norm\..* differs from its fp32 master"):
+    with refused(LayoutError):
         ckpttool.consolidate(str(root), str(tmp_path / "out"), to="safetensors")
     assert not (tmp_path / "out").exists()
     problems = [f.problem for f in ckpttool.verify(str(root)).findings]
@@ -356,7 +357,7 @@ def test_an_output_inside_a_missing_directory_is_made(tmp_path: Path) -> None:
 
 
 def test_an_unknown_form_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CkptError, match="choose safetensors or torch"):
+    with refused(CkptError):
         ckpttool.consolidate(source("zero1-dp1-bf16"), str(tmp_path / "out"), to="gguf")  # type: ignore[arg-type]
     shutil.rmtree(tmp_path)
 
@@ -374,7 +375,7 @@ def test_a_model_changed_after_the_last_step_is_written_from_its_own_copies_when
     state = torch.load(path, weights_only=False)
     state["module"]["up.weight"].clamp_(-0.01, 0.01)
     torch.save(state, path)
-    with pytest.raises(LayoutError, match=r'consolidate with weights_from="module" writes'):
+    with refused(LayoutError):
         ckpttool.consolidate(root, tmp_path / "out", to="safetensors")
     ckpttool.consolidate(root, tmp_path / "out", to="safetensors", weights_from="module")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -383,7 +384,7 @@ def test_a_model_changed_after_the_last_step_is_written_from_its_own_copies_when
 
 
 def test_stage_3_has_no_copies_to_write(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="stage 3 saves none"):
+    with refused(PlanError):
         ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", weights_from="module")
 
 

@@ -17,6 +17,7 @@ from ckpttool.errors import PlanError
 from ckpttool.targets.dcp import plan_dcp
 from tests.execution.outputs import run_into
 from tests.truth import HERE, REPRESENTATIVE, as_tensor, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -252,5 +253,5 @@ def test_groups_of_deepspeeds_adam_get_what_torchs_asks_for(tmp_path: Path) -> N
 def test_two_things_of_one_name_are_refused() -> None:
     checkpoint = inspect(source("zero1-dp1-bf16"))
     twice = replace(checkpoint, parameters=(*checkpoint.parameters, checkpoint.parameters[0]))
-    with pytest.raises(PlanError, match="two entries of the name"):
+    with refused(PlanError):
         plan_dcp(twice)

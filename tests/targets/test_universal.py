@@ -19,6 +19,7 @@ from ckpttool.targets.universal import plan_universal, universal_losses
 from tests.deepspeed_engines import Load, Loaded, load_all
 from tests.execution.outputs import run_into
 from tests.truth import NAMES, REPRESENTATIVE, source, tag_directory, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -352,7 +353,7 @@ def test_the_overhead_of_a_file_is_small() -> None:
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "../x", "a//b", "/a", "a/", "a\nb", " a", "a" * 256])
 def test_a_tag_that_names_no_directory_is_refused(tag: str) -> None:
-    with pytest.raises(PlanError, match="cannot name a directory"):
+    with refused(PlanError):
         plan_universal(inspect(source("zero1-dp1-bf16")), tag=tag)
 
 
@@ -361,12 +362,12 @@ def test_a_name_that_no_directory_can_have_is_refused(name: str) -> None:
     def rename(parameter: Parameter) -> Parameter:
         return replace(parameter, name=name) if parameter.name == "up.weight" else parameter
 
-    with pytest.raises(PlanError, match="cannot name a directory, as universal checkpoints need; convert it to zero"):
+    with refused(PlanError):
         plan_universal(_replaced(inspect(source("zero1-dp1-bf16")), rename), tag=TAG)
 
 
 def test_weights_alone_are_refused() -> None:
-    with pytest.raises(PlanError, match="no parameter groups"):
+    with refused(PlanError):
         plan_universal(inspect(source("pipeline-zero0-pp2-dp2-fp16")), tag=TAG)
 
 
@@ -374,7 +375,7 @@ def test_a_parameter_of_no_known_group_is_refused() -> None:
     def forget(parameter: Parameter) -> Parameter:
         return replace(parameter, group=-1)
 
-    with pytest.raises(PlanError, match="in which parameter group"):
+    with refused(PlanError):
         plan_universal(_replaced(inspect(source("zero1-dp1-bf16")), forget), tag=TAG)
 
 

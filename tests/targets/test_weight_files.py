@@ -19,6 +19,7 @@ from ckpttool.formats.optimizer_states import METADATA
 from tests import damage
 from tests.storage import server
 from tests.truth import REPRESENTATIVE, as_tensor, source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,11 +103,11 @@ def test_a_mix_of_two_saves_is_refused(tmp_path: Path) -> None:
     for name in ("zero2-dp2-bf16", "zero2-dp4-bf16"):
         _export(name, tmp_path / name)
     shutil.copy(tmp_path / "zero2-dp4-bf16" / "model.safetensors", tmp_path / "zero2-dp2-bf16")
-    with pytest.raises(LayoutError, match=r"model\.safetensors: belongs to another save than the optimizer states"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "zero2-dp2-bf16")
     ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "plain", to="safetensors")
     shutil.copy(tmp_path / "zero2-dp4-bf16" / "optimizer.safetensors", tmp_path / "plain")
-    with pytest.raises(LayoutError, match="belongs to another save"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "plain")
 
 
@@ -121,12 +122,12 @@ def test_states_without_weights_or_with_a_missing_part_are_refused(tmp_path: Pat
     _export("zero2-dp2-bf16", out, max_shard_size="6kB")
     for path in out.glob("model*"):
         path.rename(tmp_path / path.name)
-    with pytest.raises(CkptError, match="holds the states of an optimizer, not weights"):
+    with refused(CkptError):
         ckpttool.inspect(out / "optimizer-00001-of-00004.safetensors")
     for path in tmp_path.glob("model*"):
         path.rename(out / path.name)
     (out / "optimizer-00002-of-00004.safetensors").unlink()
-    with pytest.raises(LayoutError, match=r"optimizer-00002-of-00004\.safetensors: is missing"):
+    with refused(LayoutError):
         ckpttool.inspect(out)
 
 
@@ -158,7 +159,7 @@ def test_states_of_another_shape_are_refused(tmp_path: Path) -> None:
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, path, {METADATA: json.dumps(described)})
-    with pytest.raises(LayoutError, match="in shape"):
+    with refused(LayoutError):
         ckpttool.inspect(tmp_path / "out")
 
 
@@ -176,7 +177,7 @@ def test_a_loss_scale_that_is_not_kept_is_noted(name: str, noted: bool, tmp_path
 
 def test_weights_alone_have_no_optimizer_to_write(tmp_path: Path) -> None:
     ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "plain", to="safetensors")
-    with pytest.raises(PlanError, match="holds no optimizer states"):
+    with refused(PlanError):
         ckpttool.consolidate(tmp_path / "plain", tmp_path / "out", to="safetensors", optimizer=True)
     assert not (tmp_path / "out").exists()
 
@@ -192,7 +193,7 @@ def test_weights_alone_have_no_optimizer_to_write(tmp_path: Path) -> None:
     ],
 )
 def test_a_part_of_the_model_has_no_optimizer(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="optimizer"):
+    with refused(ArgumentError):
         ckpttool.consolidate(
             source("zero2-dp2-bf16"), tmp_path / "out", **{"to": "safetensors", **options}, optimizer=True
         )

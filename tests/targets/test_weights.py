@@ -15,6 +15,7 @@ from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.targets.weights import READY_MADE, adapter_name
 from tests.cli.command import ckpttool as command
 from tests.truth import source, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +97,7 @@ def _wrapped_for_activation_checkpoints(model: torch.nn.Module) -> torch.nn.Modu
 
 def test_a_tied_name_that_the_header_needs_is_refused(tmp_path: Path) -> None:
     rules = ["s/^head.weight$/format/"]
-    with pytest.raises(ckpttool.PlanError, match="a tied tensor is named format, which the header of safetensors uses"):
+    with refused(ckpttool.PlanError):
         ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", rename=rules)
 
 
@@ -136,7 +137,7 @@ def test_mistakes_are_told_before_anything_is_written(options: list[str], messag
 
 
 def test_table_that_is_no_table_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="rename_map: is "):
+    with refused(ArgumentError):
         ckpttool.consolidate(source(TRAINER), "out", to="safetensors", rename_map={"a": 1})  # type: ignore[dict-item]
 
 
@@ -193,9 +194,9 @@ def test_peft_loads_the_adapter(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"holds no PEFT adapter: no parameter is named like one"):
+    with refused(PlanError):
         ckpttool.consolidate(source("zero2-dp2-bf16"), tmp_path / "out", to="safetensors", adapter_only=True)
-    with pytest.raises(PlanError, match="writes the whole adapter, as safetensors"):
+    with refused(PlanError):
         ckpttool.consolidate(source(NAMES[0]), tmp_path / "out", to="torch", adapter_only=True)
     assert list(tmp_path.iterdir()) == []
 

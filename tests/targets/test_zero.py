@@ -20,6 +20,7 @@ from ckpttool.targets.zero.writer import plan_zero
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.truth import NAMES, source, tag_directory, truth
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,20 +202,20 @@ def test_experts_in_a_custom_order_keep_their_expert_parallel_size(
     groups = [dataclasses.replace(g, parameters=g.parameters[::-1]) for g in checkpoint.groups]
     backwards = dataclasses.replace(checkpoint, groups=tuple(groups))
     plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
-    with pytest.raises(PlanError, match="in an order other than the model's; keep the expert-parallel size"):
+    with refused(PlanError):
         plan_zero(backwards, Shape(2, 1, 10**9, False, "BF16", expert_parallel=2), tag="tag")
 
 
 @pytest.mark.parametrize(
-    ("name", "parallel", "words"),
+    ("name", "parallel"),
     [
-        ("moe-zero2-dp2-bf16", 3, "spreads 4 experts of first.* over 3 ranks"),
-        ("autoep-zero2-dp2-ep2-bf16", 6, "spreads 4 experts of model.layers.0.mlp.experts over 6 ranks"),
-        ("moe-zero2-dp2-bf16", 4, "world size 6 is not divisible by expert-parallel size 4"),
+        ("moe-zero2-dp2-bf16", 3),
+        ("autoep-zero2-dp2-ep2-bf16", 6),
+        ("moe-zero2-dp2-bf16", 4),
     ],
 )
-def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int, words: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_experts_that_cannot_be_shared_out_are_refused(name: str, parallel: int, tmp_path: Path) -> None:
+    with refused(PlanError):
         ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=6, stage=1, expert_parallel=parallel)
 
 
@@ -227,7 +228,7 @@ def test_a_missing_expert_is_reported() -> None:
         for g in checkpoint.groups
     ]
     partial = dataclasses.replace(checkpoint, parameters=kept, groups=tuple(groups), replicas=())
-    with pytest.raises(PlanError, match="lacks an expert of first"):
+    with refused(PlanError):
         plan_zero(partial, Shape(2, 1, 10**9, False, "BF16"), tag="tag")
 
 
@@ -277,17 +278,15 @@ def test_stage_3_records_the_ranks_of_the_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "stage", "words"),
+    ("name", "ranks", "stage"),
     [
-        ("moe-zero2-dp4-ep2-bf16", 3, 2, "world size 3 is not divisible by expert-parallel size 2; choose"),
-        ("autoep-zero3-dp4-ep2-bf16", 1, 3, "world size 1 is not divisible by expert-parallel size 2; choose"),
-        ("moe-zero2-dp2-bf16", 2, 3, "own mixture of experts, which has no stage 3; choose stage 1 or 2"),
+        ("moe-zero2-dp4-ep2-bf16", 3, 2),
+        ("autoep-zero3-dp4-ep2-bf16", 1, 3),
+        ("moe-zero2-dp2-bf16", 2, 3),
     ],
 )
-def test_experts_that_cannot_be_spread_so_are_refused(
-    name: str, ranks: int, stage: int, words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(PlanError, match=words):
+def test_experts_that_cannot_be_spread_so_are_refused(name: str, ranks: int, stage: int, tmp_path: Path) -> None:
+    with refused(PlanError):
         ckpttool.convert(source(name), tmp_path / "out", to="zero", world_size=ranks, stage=stage)
 
 
@@ -380,9 +379,9 @@ def test_values_are_unchanged_after_dcp(name: str, tmp_path: Path) -> None:
 
 def test_facts_missing_in_dcp_are_requested(tmp_path: Path) -> None:
     ckpttool.convert(source("zero2-dp2-bf16"), tmp_path / "dcp", to="dcp")
-    with pytest.raises(PlanError, match="but no compute dtype; choose dtype"):
+    with refused(PlanError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=2)
-    with pytest.raises(PlanError, match=r"whether frozen_proj.weight is a frozen parameter or a buffer.* stage 1 or 2"):
+    with refused(PlanError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero", world_size=2, stage=3, dtype="bf16")
 
 
@@ -394,9 +393,9 @@ def test_buffers_of_dcp_can_be_named(tmp_path: Path) -> None:
     assert not ckpttool.diff(source(name), tmp_path / "out").different
     back, own = ckpttool.inspect(tmp_path / "out"), ckpttool.inspect(source(name))
     assert {b.name for b in back.buffers} == {b.name for b in own.buffers} == {"positions", "seen", "mask"}
-    with pytest.raises(ArgumentError, match="'nothing', which matches no untrained tensor"):
+    with refused(ArgumentError):
         ckpttool.convert(tmp_path / "dcp", tmp_path / "none", buffers=["nothing"], **options)
-    with pytest.raises(ArgumentError, match="the source records its buffers"):
+    with refused(ArgumentError):
         ckpttool.convert(source(name), tmp_path / "none", buffers=["mask"], **options)
 
 
