@@ -57,7 +57,7 @@ S3 = [_job(2, 2, s3=True), _job(3, 2, s3=True, background=True)]
 RESUMES = [
     *(
         (f"plain-zero{a}-dp2", b, ranks)
-        for a, b in itertools.product((1, 2, 3), (1, 2, 3))
+        for a, b in sampling.some(itertools.product((1, 2, 3), (1, 2, 3)), 5)
         for ranks in ((1, 3) if sampling.thorough() else (1 + 2 * ((a + b) % 2),))
     ),
     ("plain-zero3-dp3", 3, 4),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
+from tests import sampling
 from tests.forked import each_on_ranks
 from tests.wording import refused
 
@@ -24,6 +25,7 @@ JOBS: list[dict[str, Any]] = [
     {"id": f"{mesh}-{ranks}-{dtype}", "mesh": mesh, "world_size": ranks, "dtype": dtype}
     for mesh, ranks in (("fsdp", 1), ("fsdp", 3), ("hsdp", 4), ("tp", 4), ("3d", 4))
     for dtype in ("float32", "bfloat16")
+    if sampling.thorough() or (dtype == "float32") == (mesh in {"fsdp", "tp"})
 ]
 JOBS += [
     {"id": "ignored", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "ignored": True},
