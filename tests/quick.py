@@ -24,7 +24,7 @@ PACKAGE_OF_FIXTURE = {"s3_server": "moto", "small_parts": "moto"}
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Return whether a test is slow, or one of a sweep over all checkpoints that another test represents."""
+    """Return whether a test is slow, or needs a package that is not installed."""
     if any(item.get_closest_marker(mark) for mark in LEFT_OUT):
         return True
     needed = {package for fixture, package in PACKAGE_OF_FIXTURE.items() if fixture in item.fixturenames}  # type: ignore[attr-defined]

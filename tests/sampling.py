@@ -29,10 +29,13 @@ def thorough() -> bool:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Return whether only ``make thorough`` runs a test: another one, of another checkpoint, represents it."""
-    if item.get_closest_marker("thorough") is not None:
-        return True
-    return item.get_closest_marker("sweep") is not None and not any(v in REPRESENTATIVE for v in texts(item))
+    """Return whether only ``make thorough`` runs a test."""
+    return item.get_closest_marker("thorough") is not None
+
+
+def swept(names: Iterable[str]) -> list[str]:
+    """Return those of bundled checkpoints that represent the others; all with ``--thorough``."""
+    return [name for name in names if thorough() or name in REPRESENTATIVE]
 
 
 def texts(item: pytest.Item) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 import ckpttool
 from ckpttool.analysis.layout import CATEGORIES, expand, layer_of, layout
+from tests import sampling
 from tests.truth import NAMES, source
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ def _drawn(told: dict[str, Any], *, replicas: bool = False) -> Counter[tuple[Any
     return Counter((names[row["tensor"]], states[row["state"]], *(row[f] for f in fields)) for row in every)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_the_layout_has_every_extent_once(name: str) -> None:
     checkpoint = ckpttool.inspect(source(name))
     told = layout(checkpoint)
@@ -45,8 +45,7 @@ def test_the_layout_has_every_extent_once(name: str) -> None:
     assert sorted(i for lane in told["lanes"] for i in lane["files"]) == list(range(len(checkpoint.files)))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_the_usage_of_a_file_adds_up_to_its_size(name: str) -> None:
     checkpoint = ckpttool.inspect(source(name))
     usage = np.array([layout(checkpoint)["usage"][category] for category in CATEGORIES])

@@ -65,8 +65,7 @@ def _assert_engines_weights(directory: str | Path, name: str, dtype: str) -> Non
         assert torch.equal(got[key], tensor), key
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", sampling.swept(NATIVE))
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_thin_checkpoint_holds_the_engines_weights(
     name: str, dtype: str, checkpoint_copy: Callable[[str], Path]

@@ -125,9 +125,8 @@ def _mix(bed: Bed, deed: Callable[[Path, Path], None], *, manifest: bool) -> Non
     print(dict(bed.counts))  # noqa: T201
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     _mix(Bed(name, tmp_path), deed, manifest=False)
 
@@ -140,9 +139,8 @@ def test_no_two_swapped_shards_are_taken_for_each_other(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_none_does_where_there_is_a_manifest(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     bed = Bed(name, tmp_path)
     manifest = Manifest(
@@ -165,8 +163,7 @@ def _sums(path: Path) -> Checksums:
     return sums._replace(directory=(start, zlib.crc32(data[start:])))
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_no_shard_of_another_checkpoint_is_taken(name: str, tmp_path: Path) -> None:
     """Files of the same name from the other bundled checkpoints."""
     bed = Bed(name, tmp_path)
