@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tests.truth import REPRESENTATIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
 
     import pytest
 
@@ -60,18 +60,17 @@ def some(cases: Iterable[T], count: int, *, key: str = "") -> list[T]:
     return [found[i] for i in sorted({int(first + number * step) % len(found) for number in range(count)})]
 
 
-def pairs(cases: Iterable[T], values: Callable[[T], Iterable[Hashable]] | None = None) -> list[T]:
+def pairs(cases: Iterable[T]) -> list[T]:
     """Return cases in which each two values meet that meet in any case; all cases with ``--thorough``.
 
     Args:
-        cases: All cases.
-        values: The values of a case, as many for each case. Without it, a case is a dictionary: all its values but
-            ``id``; a tuple in it counts as its members.
+        cases: All cases: tuples of values, or dictionaries, of which ``id`` does not count, and a tuple counts as its
+            members.
     """
     found = list(cases)
     if thorough():
         return found
-    met = [set(itertools.combinations(enumerate((values or _values)(case)), 2)) for case in found]
+    met = [set(itertools.combinations(enumerate(_values(case)), 2)) for case in found]
     left = set().union(*met)
     chosen: set[int] = set()
     while left:
@@ -82,6 +81,6 @@ def pairs(cases: Iterable[T], values: Callable[[T], Iterable[Hashable]] | None =
 
 
 def _values(case: Any) -> Iterator[Hashable]:
-    for key, value in case.items():
-        if key != "id":
-            yield from value if isinstance(value, tuple) else (value,)
+    values = [value for key, value in case.items() if key != "id"] if isinstance(case, dict) else [case]
+    for value in values:
+        yield from value if isinstance(value, tuple) else (value,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 import ckpttool
 from ckpttool.errors import PlanError
+from tests import sampling
 from tests.truth import HERE, source
 
 if TYPE_CHECKING:
@@ -37,9 +39,16 @@ def test_every_value_of_another_torch_release_is_read(name: str) -> None:
     assert checkpoint.mesh.torch == ("2.13" if name.startswith("torch2.14") else "2.6")
 
 
-@pytest.mark.parametrize("torch", ["2.6", "2.13"])
-@pytest.mark.parametrize("layout", ["verl", "accelerate"])
-@pytest.mark.parametrize("name", [*RUNS, "zero2-dp2-bf16", "zero3-dp4-bf16", "universal-zero3-dp2-bf16"])
+@pytest.mark.parametrize(
+    ("name", "layout", "torch"),
+    sampling.pairs(
+        itertools.product(
+            [*RUNS, "zero2-dp2-bf16", "zero3-dp4-bf16", "universal-zero3-dp2-bf16"],
+            ("verl", "accelerate"),
+            ("2.6", "2.13"),
+        ),
+    ),
+)
 def test_the_values_stay_on_another_mesh(name: str, layout: str, torch: str, tmp_path: Path) -> None:
     src = HERE / "fsdp" / name / "verl" if name in RUNS else source(name)
     for mesh in ({"fsdp": 1}, {"fsdp": 5}, {"ddp": 2, "fsdp": 3}):
