@@ -282,7 +282,6 @@ def several(config: dict[str, Any]) -> None:
             found["error"] = refused(engines["policy"])
         else:
             found["alone"] = refused(engines["policy"])
-            ray_train._ENGINES.clear()
             found["state"] = ray_train.restore(engines)
             found["second alone"] = refused(engines["critic"])
             found["restored"] = [digest_of(engine) for engine in engines.values()]
