@@ -298,13 +298,15 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
+        from ckpttool.targets.dcp import LAYOUTS, client_state_of
+
         plan = _plan_for_torch(checkpoint, target, losses)
         lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
-        if checkpoint.client_state:
-            listed = ", ".join(list(checkpoint.client_state)[:5])
-            lost.append(f"the client state ({listed}{', ...' * (len(checkpoint.client_state) > 5)})")
+        written = client_state_of(checkpoint, LAYOUTS[target.layout or "nested"]) if target.to == "dcp" else ()
+        if left := [str(name) for name in checkpoint.client_state if name not in written]:
+            lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
         losses += [f"not written: {', '.join(lost)}"] if lost else []
         if target.layout == "verl":
             found = find_sidecars(connect(checkpoint.storage), checkpoint.root)
