@@ -92,7 +92,9 @@ def _on_three(root: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("background", "resume"), [(False, _on_one), (True, _on_three)], ids=["to 1", "to 3"])
-def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Path) -> None:
+def test_engines_are_one_checkpoint(
+    background: bool, resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "run"
     saved = _save(str(root), background=background)
     assert saved[0] == saved[1]
@@ -103,8 +105,7 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
     assert (entry.whole, entry.latest, entry.step, entry.problem) == (True, True, 3, None)
     assert all(d.keep for d in ckpttool.prune(root, keep_last=1))
     for name in ("policy", "critic"):
-        assert ckpttool.verify(directory / name, deep=True).findings == ()
-        assert ckpttool.inspect(directory / name).topology.world_size == 2
+        _read_alone(directory / name, tmp_path / f"copy of {name}", monkeypatch)
     with pytest.raises(ckpttool.CkptError, match="has the checkpoints of critic and policy; pass one of them"):
         ckpttool.inspect(root)
     for found in resume(str(root)):
@@ -116,6 +117,28 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
         assert "is a checkpoint of the engines critic, policy, and 'other' is not one of them" in found["unknown"]
         assert "'critic' is not one of them" in found["not together"]
         assert found["documented"][1] == saved[0][1]
+
+
+def _read_alone(engine: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands find the manifest above an engine's directory, however it is named; ``cp`` writes its part."""
+    checked = {ckpttool.verify(engine, deep=True).records_checked}
+    monkeypatch.chdir(engine)
+    checked |= {ckpttool.verify(path, deep=True).records_checked for path in (".", f"../{engine.name}", "./")}
+    assert ckpttool.inspect(".").attempt == ckpttool.inspect(engine).attempt
+    monkeypatch.chdir(engine.parent)
+    checked |= {ckpttool.verify(engine.name, deep=True).records_checked}
+    assert ckpttool.inspect(engine).topology.world_size == 2
+    copied = ckpttool.cp(engine, copy)
+    assert "one of the engines policy, critic, which were saved together: the others are not copied" in copied.notes
+    for path in (copy, copy / engine.name):
+        report = ckpttool.verify(path, deep=True)
+        assert report.findings == ()
+        checked |= {report.records_checked}
+    assert len(checked) == 1, "each time all chunks of the manifest"
+    with min(copy.rglob("*states.pt")).open("r+b") as damaged:
+        damaged.seek(-1, 2)
+        damaged.write(b"x")
+    assert ckpttool.verify(copy, deep=True).findings
 
 
 def test_a_lost_file_of_one_engine_makes_the_checkpoint_torn(tmp_path: Path) -> None:
