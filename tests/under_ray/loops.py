@@ -292,6 +292,7 @@ def several(config: dict[str, Any]) -> None:
             except CkptError as error:
                 found["module"] = str(error)
             again = config["part"] == "resumed again"
+            _die_once_between_files(config["facts"], found)
             ray_train.report(
                 engines, {"loss": 0.5}, client_state={"of": "both"}, validation=again,
                 checkpoint_dir_name="the-last" if again else None,
@@ -305,6 +306,15 @@ def several(config: dict[str, Any]) -> None:
     found["saved"] = [digest_of(engine) for engine in engines.values()]
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], f"several {config['part']}.json", found)
+
+
+def _die_once_between_files(facts: str, found: dict[str, Any]) -> None:
+    """Let the first worker be killed in the next save of several engines, the first time."""
+    import ray.train
+
+    if ray.train.get_context().get_world_rank() == 0 and read(facts, "several dying.json") is None:
+        note(facts, "several dying.json", found)
+        will_die(BETWEEN_FILES)
 
 
 def in_background(config: dict[str, Any]) -> None:

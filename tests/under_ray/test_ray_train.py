@@ -40,12 +40,6 @@ RAY_RUNS: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 """Runs on one cluster: see ``driver``."""
-if sampling.thorough():
-    RAY_RUNS["classification"] = (
-        "example", "ray_text_classification.py",
-        ["--storage", "classification", "--workers", "2", "--epochs", "1"],
-        ["--storage", "classification", "--workers", "1", "--epochs", "2", "--data", "ray"],
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -252,14 +246,6 @@ def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generate
     assert "epoch 7 on 1 workers" in second
     assert "epoch 8 on 2 workers" in second
     assert "generated [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]" in second
-
-
-@pytest.mark.thorough
-def test_sentence_pairs_are_classified_from_a_loader_and_from_ray_data(trained: Trained) -> None:
-    first, second = trained.printed("classification")
-    assert "epoch 0: loss" in first
-    assert second.count("epoch ") == 2
-    assert "epoch 1: loss" in second
 
 
 @pytest.mark.thorough
