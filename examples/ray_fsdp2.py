@@ -4,8 +4,8 @@
     ckpttool convert CHECKPOINT fsdp2 --to dcp --layout app
     python examples/ray_fsdp2.py --storage run --start fsdp2 --workers 3 --epochs 4
 
-The template saves and loads with ``torch.distributed.checkpoint``, which needs no ckpttool. The model is that of
-ray_zero.py.
+The template saves and loads with ``torch.distributed.checkpoint``, which needs no ckpttool. ray_zero.py has the same
+model.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
 
 def client_state_of(checkpoint: Checkpoint, layout: DcpLayout) -> dict[str, Any]:
     """Return the numbers and texts of the client state, which are entries of the layout."""
-    own = {layout.model[-1], layout.optimizer[-1]}
+    own = {*layout.model[-1:], *layout.optimizer[-1:]}
     found = {k: v for k, v in checkpoint.client_state.items() if k not in own and type(v) in {bool, int, float, str}}
     return found if layout.client else {}
 

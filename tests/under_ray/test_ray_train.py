@@ -83,6 +83,8 @@ def test_ray_gets_every_commit_and_nothing_else(done: Path) -> None:
     for path, metrics in told["best"]:
         step = metrics["of"]["step"]
         assert isinstance(step, int), "also of one that was reported after a worker's death"
+        assert {name: metrics[name] for name in loops.OTHER_METRICS} == loops.OTHER_METRICS
+        assert metrics["best"] is True
         assert f"_{step:08d}_" in path
         assert not ckpttool.verify(path, deep=True).findings
         assert (Path(path) / "latest").read_text() == f"global_step{step}"
