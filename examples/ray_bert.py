@@ -48,6 +48,13 @@ def pairs(seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def use_gloo() -> None:
+    """Without a GPU: let DeepSpeed share no memory, which it would have to compile first."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def train_func(config: dict[str, Any]) -> None:
     """Fine-tune; runs on every worker."""
     import deepspeed
@@ -55,7 +62,7 @@ def train_func(config: dict[str, Any]) -> None:
     from transformers import BertConfig, BertForSequenceClassification, set_seed
 
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
+        use_gloo()
     set_seed(42)
     model = BertForSequenceClassification(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **MODEL))
     model, optimizer, _, lr_scheduler = deepspeed.initialize(

@@ -34,6 +34,13 @@ DEEPSPEED = {
 }
 
 
+def use_gloo() -> None:
+    """Without a GPU: let DeepSpeed share no memory, which it would have to compile first."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def setup_dataloader() -> Any:
     """Sequences that count upwards, each from another number on; Ray gives each worker a part of them."""
     lines = (torch.arange(LINES)[:, None] + torch.arange(LENGTH)) % (WORDS - 3) + 3
@@ -46,7 +53,7 @@ def setup_model_and_optimizer() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
+        use_gloo()
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **MODEL))

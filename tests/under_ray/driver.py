@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage import MARK
@@ -22,11 +21,12 @@ from tests import forked
 from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 from tests.under_ray import frameworks, loops, pages, worker_forks
+from tests.under_ray.pages import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 END = "-- end of this command"
 """Printed between the commands of an example."""
 ENVIRONMENT = {
@@ -210,8 +210,8 @@ def _pages(directory: Path, script: str, data: str, bucket: bool, turns: list[in
         loops.note(str(directory), f"{name}.json", _sound(f"{root}/{script}", there))
 
 
-def _fsdp2(directory: Path, source: str) -> None:
-    """Continue the newest commit of a run in FSDP2, converted for Ray's template; twice, on other workers."""
+def _fsdp2(directory: Path, source: str, runs: list[int]) -> None:
+    """Continue the newest commit of a run in FSDP2, converted for Ray's template: for an epoch on so many workers."""
     import ray
 
     import ckpttool
@@ -220,7 +220,7 @@ def _fsdp2(directory: Path, source: str) -> None:
     newest = max(commits, key=lambda entry: entry.rank)
     ckpttool.convert(newest.path, directory / "converted", to="dcp", layout="app")
     epoch = int(newest.metrics["epoch"])
-    for number, workers in enumerate((2, 3), 2):
+    for number, workers in enumerate(runs, 2):
         arguments = ["--start", "converted", "--workers", str(workers), "--epochs", str(epoch + number)]
         sys.argv[:] = ["ray_fsdp2.py", "--storage", str(directory), *arguments]
         runpy.run_path(str(EXAMPLES / "ray_fsdp2.py"), run_name="__main__")

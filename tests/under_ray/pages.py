@@ -6,9 +6,9 @@ pages do.
 
 from __future__ import annotations
 
-import importlib
+import runpy
 import sys
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,44 +17,37 @@ from tests.under_ray import loops
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TURNS = (("documented", 2), ("ours", 3), ("ours", 1), ("documented", 1), ("ours", 2))
 """How a script saves, and on how many workers, one run after the other in one directory."""
 SAVES = 2
 """Epochs of each run."""
 
 
-def module_of(script: str, way: str) -> Any:
-    """The example, as a module."""
-    return importlib.import_module(f"ray_{script}" if way == "ours" else f"ray_{script}_documented")
-
-
 def run(watch: dict[str, Any], arguments: list[str]) -> None:
     """Run an example as a command, with watched workers."""
     import ray
+    import ray.train.torch
 
-    example = module_of(watch["script"], watch["way"])
-    trainer = example.TorchTrainer
-
-    def watched_trainer(_: Any, *, train_loop_config: dict[str, Any], **options: Any) -> Any:
-        return trainer(watched, train_loop_config={**train_loop_config, "watch": watch}, **options)
-
-    example.TorchTrainer = watched_trainer
-    sys.argv[:] = [example.__file__, *arguments]
+    trainer = ray.train.torch.TorchTrainer
+    name = f"ray_{watch['script']}.py" if watch["way"] == "ours" else f"ray_{watch['script']}_documented.py"
+    sys.argv[:] = [name, *arguments]
+    ray.train.torch.TorchTrainer = lambda loop, **options: trainer(partial(watched, watch, loop), **options)
     try:
-        example.main()
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
-        example.TorchTrainer = trainer
+        ray.train.torch.TorchTrainer = trainer
         ray.shutdown()
 
 
-def watched(config: dict[str, Any]) -> None:
-    """The loop of an example, on a worker."""
+def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:
+    """Run the loop of an example, on a worker."""
     import ray.train.collective
     from deepspeed import DeepSpeedEngine
 
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
 
-    watch, rank = config["watch"], ray.train.get_context().get_world_rank()
+    rank = ray.train.get_context().get_world_rank()
     attempt = len(list(Path(watch["facts"]).glob(f"{watch['name']} *.json")))
     ray.train.collective.barrier()
     found: dict[str, Any] = {**watch, "restored": None, "state": None, "saved": [], "died": False}
@@ -95,8 +88,7 @@ def watched(config: dict[str, Any]) -> None:
     load, save = ("restore", "report") if watch["way"] == "ours" else ("load_checkpoint", "save_checkpoint")
     setattr(owner, load, after_load(getattr(owner, load)))
     setattr(owner, save, before_save(getattr(owner, save)))
-    example = module_of(watch["script"], watch["way"])
-    (example.train_func if hasattr(example, "train_func") else example.train_loop)(config)
+    loop(config)
 
 
 def _will_die(way: str, rank: int) -> None:
