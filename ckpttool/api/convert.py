@@ -166,10 +166,10 @@ def convert(  # noqa: PLR0913  public API
         buffers: Patterns of the names of buffers, for "zero" where the source does not distinguish buffers and frozen
             parameters: DCP, or only weights; stage 3 needs the distinction. Empty if there are none.
         layout: For "dcp", the names and the nesting that a loader requires: "nested" (default) and "flat" as
-            ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, as
-            torch's tutorial and Ray's FSDP2 template have them; "accelerate" for Accelerate's and the Trainer's
-            FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler. For "ranks": "verl" or
-            "accelerate".
+            ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, with
+            numbers and texts of the client state, as torch's tutorial and Ray's FSDP2 template have them;
+            "accelerate" for Accelerate's and the Trainer's FSDP2; "torchtitan" for one step of torchtitan, without
+            dataloader and scheduler. For "ranks": "verl" or "accelerate".
         mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without
             names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, with the
             source's name, otherwise "fsdp" for verl and no name for Accelerate.
