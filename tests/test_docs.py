@@ -113,7 +113,7 @@ def test_lightning_resumes_on_more_ranks_and_its_weights_are_loaded_back(tmp_pat
 def test_every_example_is_run() -> None:
     """Those of Ray: in tests/under_ray, on one cluster after the other."""
     under_ray = ROOT / "tests" / "under_ray"
-    files = [Path(__file__), under_ray / "test_ray_train.py", under_ray / "test_frameworks.py"]
+    files = [Path(__file__), *(under_ray / f"test_{name}.py" for name in ("ray_train", "frameworks", "documented"))]
     here = "".join(path.read_text() for path in files)
     for path in (ROOT / "examples").glob("*.py"):
         assert f'"{path.name}"' in here or f"examples/{path.name}" in here, path.name

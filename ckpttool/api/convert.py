@@ -166,10 +166,10 @@ def convert(  # noqa: PLR0913  public API
         buffers: Patterns of the names of buffers, for "zero" where the source does not distinguish buffers and frozen
             parameters: DCP, or only weights; stage 3 needs the distinction. Empty if there are none.
         layout: For "dcp", the names and the nesting that a loader requires: "nested" (default) and "flat" as
-            ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, as
-            torch's tutorial and Ray's FSDP2 template have them; "accelerate" for Accelerate's and the Trainer's
-            FSDP2; "torchtitan" for one step of torchtitan, without dataloader and scheduler. For "ranks": "verl" or
-            "accelerate".
+            ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, with
+            numbers and texts of the client state, as torch's tutorial and Ray's FSDP2 template have them;
+            "accelerate" for Accelerate's and the Trainer's FSDP2; "torchtitan" for one step of torchtitan, without
+            dataloader and scheduler. For "ranks": "verl" or "accelerate".
         mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without
             names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, with the
             source's name, otherwise "fsdp" for verl and no name for Accelerate.
@@ -298,13 +298,15 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
         if own := rank_state_sidecars(checkpoint, tag):
             losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
+        from ckpttool.targets.dcp import LAYOUTS, client_state_of
+
         plan = _plan_for_torch(checkpoint, target, losses)
         lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
-        if checkpoint.client_state:
-            listed = ", ".join(list(checkpoint.client_state)[:5])
-            lost.append(f"the client state ({listed}{', ...' * (len(checkpoint.client_state) > 5)})")
+        written = client_state_of(checkpoint, LAYOUTS[target.layout or "nested"]) if target.to == "dcp" else ()
+        if left := [str(name) for name in checkpoint.client_state if name not in written]:
+            lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
         losses += [f"not written: {', '.join(lost)}"] if lost else []
         if target.layout == "verl":
             found = find_sidecars(connect(checkpoint.storage), checkpoint.root)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import os
 import posixpath
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpttool.checksums import chunk_records, crc32
 from ckpttool.commit import has_manifest
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.manifest import commit_directory, find_manifest, read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.checks import archive_records
 from ckpttool.execution.output import mode_of_file
@@ -102,9 +102,9 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """
     records = {checkpoint.path(n): file.records for n, file in enumerate(checkpoint.files)}
     storage = connect(checkpoint.storage)
-    if has_manifest(storage, checkpoint.location):
-        for name, sums in read_manifest(storage, checkpoint.location).files.items():
-            records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
+    manifest = find_manifest(storage, checkpoint.location)
+    for name, sums in manifest.files.items() if manifest is not None else ():
+        records[posixpath.join(checkpoint.location, name)] = chunk_records(sums)
     sources: dict[str, SourceFile] = {}
     storage.refresh([])  # cached listings of single directories omit keys with ".."
     for directory in _directories(checkpoint):
@@ -124,6 +124,9 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         if sources[name].nbytes:
             copy[0] = (number, 0, sources[name].nbytes, 0, 0)
         files.append(TargetFile(name, sources[name].nbytes, (), copy))
+    if manifest is not None and not has_manifest(storage, checkpoint.location) and not manifest.signed:
+        data = replace(manifest, tag=checkpoint.tag).to_json()  # its part of the manifest of several engines
+        files.append(TargetFile(MANIFEST, len(data), ((0, data),), np.zeros(0, dtype=COPY)))
     return CopyPlan(tuple(sources[name] for name in names), (("U8", "U8"),), tuple(files))
 
 
@@ -166,7 +169,7 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
     not_copied = []
     source = connect(checkpoint.storage)
     for entry in source.listing(checkpoint.root):
-        if entry.is_dir or _matches(entry.name, OWN):
+        if entry.is_dir or _matches(entry.name, (*OWN, MANIFEST)):
             continue
         if not _matches(entry.name, COPIED_SIDECARS) or entry.nbytes > MAX_BYTES:
             not_copied.append(entry.name)
@@ -180,9 +183,14 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
             hint = "choose another root: each trainer run needs its own"
             raise LayoutError(path, f"differs from the file of that name in {checkpoint.root}", hint)
     what = f"{', '.join(not_copied[:MAX_NAMED])}{' ...' if len(not_copied) > MAX_NAMED else ''}"
-    return RootSidecars(
-        sidecars, (f"not copied: other files in the checkpoint's root ({what})",) if not_copied else (), modes
-    )
+    notes = [f"not copied: other files in the checkpoint's root ({what})"] if not_copied else []
+    if (above := commit_directory(source, checkpoint.location)[0]) != checkpoint.location:
+        manifest = read_manifest(source, above)
+        notes.append(
+            f"one of the engines {', '.join(manifest.engines)}, which were saved together: the others are not copied"
+        )
+        notes += ["the copy has no manifest: the signature is of all engines"] if manifest.signed else []
+    return RootSidecars(sidecars, tuple(notes), modes)
 
 
 def below_run(checkpoint: Checkpoint, src: str) -> str:

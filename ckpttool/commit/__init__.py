@@ -6,7 +6,7 @@ import posixpath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
-from ckpttool.storage import MANIFEST, MARK, is_half_removed
+from ckpttool.storage import MANIFEST, MARK, is_half_removed, is_url
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
@@ -22,6 +22,12 @@ RESTORED_FROM = "restored_from"
 def has_manifest(storage: Storage, directory: str) -> bool:
     """Return whether a directory has a manifest; an output that is compared before its commit may have one already."""
     return storage.exists(posixpath.join(directory, MANIFEST))
+
+
+def split_directory(directory: str) -> tuple[str, str]:
+    """Return the parent directory and the name of a directory, also of "." and "..", which hide both."""
+    hidden = not is_url(directory) and posixpath.basename(directory) in {"", ".", ".."}
+    return posixpath.split(posixpath.abspath(directory) if hidden else directory)
 
 
 def is_commit(storage: Storage, directory: str) -> bool:

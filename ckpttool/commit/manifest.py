@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
-from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, has_manifest
+from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, has_manifest, split_directory
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import LayoutError, PlanError, StorageError
@@ -197,7 +197,7 @@ def find_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
 
 def commit_directory(storage: Storage, directory: str) -> tuple[str, str]:
     """Return the directory of the commit that contains a checkpoint, and the name of its engine; "" for one alone."""
-    above, name = posixpath.split(directory)
+    above, name = split_directory(directory)
     if has_manifest(storage, directory) or not has_manifest(storage, above):
         return directory, ""
     return (above, name) if name in read_manifest(storage, above).engines else (directory, "")

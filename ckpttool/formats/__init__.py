@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import checked_path
 from ckpttool.budget import opening
 from ckpttool.checksums import chunk_records
-from ckpttool.commit import has_manifest, is_commit
+from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.locate import (
@@ -350,7 +350,7 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
 
 def _with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
     """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
-    if not has_manifest(storage, directory) and not has_manifest(storage, parent(directory)):
+    if not has_manifest(storage, directory) and not has_manifest(storage, split_directory(directory)[0]):
         return None
     from ckpttool.commit.checksummed import with_manifest  # most checkpoints have no manifest
 

@@ -19,7 +19,6 @@ Source: Ray 2.60, ray/train/v2 (Train V2): ``report``, ``CheckpointUploadMode.NO
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import logging
 import math
@@ -51,8 +50,13 @@ from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
 from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.formats.scan import METRICS_OF_RAY, scan
-from ckpttool.integrations.deepspeed.engine import check_engine
-from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager, checked_tag, engines_by_name
+from ckpttool.integrations.deepspeed.manager import (
+    TIMEOUT,
+    CheckpointManager,
+    checked_tag,
+    engines_by_name,
+    note_known,
+)
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief
@@ -111,6 +115,7 @@ class RayTrainCheckpoints:
         self._run = storage.experiment_fs_path
         self._root = url_of(self._filesystem, self._run)
         self._storage = storage_of(self._filesystem)
+        self._engines = _ENGINES.setdefault(storage, {})
         self._grace = grace
         self._timeout = timeout
         self._allow, self._sign_key = allow, sign_key
@@ -187,8 +192,8 @@ class RayTrainCheckpoints:
                 was neither committed nor reported.
         """
         self.finish()
-        _of_this_run(engine)
-        step = int(first_engine(engine).global_steps)
+        first, *_ = engines_by_name(engine).values()
+        step = int(getattr(first, "global_steps", 0))
         name, *before = self._on_first_worker(lambda: self._next(step, checkpoint_dir_name), step)
         self._manager.save_into(
             posixpath.join(self._root, name),
@@ -201,6 +206,7 @@ class RayTrainCheckpoints:
             before=(before[0], before[1]),
             rank_state=rank_state,
             root_files={} if self._ranks.rank else {METRICS_OF_RAY: _as_json(metrics)},
+            known=self._engines,
         )
         self._pending = name, dict(metrics), validation
         if not self._manager.saves_in_background:
@@ -305,10 +311,10 @@ class RayTrainCheckpoints:
         required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, options, required)
-        _of_this_run(engine)
-        found = self._manager.begin_restore(engine, self._found, options, **required)
+        found = self._manager.begin_restore(engine, self._found, options, self._engines, **required)
         opener = self._manager.opener(**required)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
+        note_known(engines_by_name(engine), self._engines)
         self.restored = self._manager.restored
         if self._manager.restored is not None:
             self._report_unknown(found, self._manager.restored_path)
@@ -325,7 +331,7 @@ class RayTrainCheckpoints:
             root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
         )
         found = manager.begin_restore(
-            engine, lambda: _candidates(manager.source, manager.root), options, root=manager.root, **required
+            engine, lambda: _candidates(manager.source, manager.root), options, None, root=manager.root, **required
         )
         opener = manager.opener(**required)
         state = manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
@@ -523,30 +529,6 @@ _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDi
 
 _ENGINES: weakref.WeakKeyDictionary[Any, dict[str, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 """The engines that a run saves and restores by default, by the run's storage."""
-
-
-def first_engine(engine: Any) -> Any:
-    """Return an engine, or the first of several."""
-    return next(iter(engines_by_name(engine).values()))
-
-
-def _of_this_run(engine: Any) -> None:
-    """Refuse an engine beside another one that the run saves: a restore would load the newest of both into each.
-
-    Raises:
-        ArgumentError: It is not an engine, or the run saves another engine, which is still there.
-    """
-    engines, known = engines_by_name(engine), _ENGINES.get(_run_storage(), {})
-    for one in engines.values():
-        check_engine(one)
-    if any(one() is not engines.get(name) for name, one in known.items()):
-        gc.collect()  # an engine that was replaced
-    alive = {name: one() for name, one in known.items() if one() is not None}
-    if alive and alive != engines:
-        problem = "is another than the engine that this worker has saved or restored before in this run"
-        hint = 'pass all engines of the run together, in each call: {"policy": a, "critic": b}'
-        raise ArgumentError("engine", problem, hint)
-    _ENGINES[_run_storage()] = {name: weakref.ref(one) for name, one in engines.items()}
 
 
 def _current() -> RayTrainCheckpoints:

@@ -54,6 +54,8 @@ class DcpLayout:
     """Keys of the optimizer's state dict."""
     flat: bool = False
     """Whether the optimizer's state dict has flat keys, with the hyper-parameters of each parameter."""
+    client: tuple[str, ...] = ()
+    """Keys before the names of numbers and texts of the client state; empty to leave them out."""
     directories: tuple[str, str] = ("", "")
     """Directories of the model and of the optimizer, each a distributed checkpoint."""
 
@@ -63,10 +65,11 @@ LAYOUTS = {
     "flat": DcpLayout(("model",), ("optim",), flat=True),
     "accelerate": DcpLayout(("model",), ("optimizer",), directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
     "torchtitan": DcpLayout((), ("optimizer",), flat=True),
-    "app": DcpLayout(("app", "model"), ("app", "optim")),
+    "app": DcpLayout(("app", "model"), ("app", "optim"), client=("app",)),
 }
 """Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``,
-and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes."""
+and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes; the latter
+has an epoch beside model and optimizer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +205,15 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
                     yield "optimizer", name, _scalar_entry(builder, path, value, value.dtype)
                 else:
                     yield "optimizer", name, _object(builder, path, value)
+    for key, value in client_state_of(checkpoint, names).items():
+        yield "client", key, _object(builder, (*names.client, key), value)
+
+
+def client_state_of(checkpoint: Checkpoint, layout: DcpLayout) -> dict[str, Any]:
+    """Return the numbers and texts of the client state, which are entries of the layout."""
+    own = {*layout.model[-1:], *layout.optimizer[-1:]}
+    found = {k: v for k, v in checkpoint.client_state.items() if k not in own and type(v) in {bool, int, float, str}}
+    return found if layout.client else {}
 
 
 def _states(

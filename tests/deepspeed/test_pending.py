@@ -79,11 +79,11 @@ def _step_as_accelerate(engine: Any, count: int) -> None:
 
 def _warnings_of_saves(after_step: Any, other: Any, root: Path) -> list[str]:
     """What two saves of each engine say of gradients."""
-    manager = CheckpointManager(root)
     with engines.logged() as lines:
-        for number in range(2):
-            manager.save(after_step, tag=f"whole{number}")
-            manager.save(other, tag=f"other{number}")
+        for name, engine in {"whole": after_step, "other": other}.items():
+            manager = CheckpointManager(root / name)
+            for number in range(2):
+                manager.save(engine, tag=f"{name}{number}")
     return [line.partition(":")[0] for line in lines if "gradients" in line]
 
 

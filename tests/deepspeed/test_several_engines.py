@@ -93,7 +93,9 @@ def _on_three(root: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("background", "resume"), [(False, _on_one), (True, _on_three)], ids=["to 1", "to 3"])
-def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Path) -> None:
+def test_engines_are_one_checkpoint(
+    background: bool, resume: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "run"
     saved = _save(str(root), background=background)
     assert saved[0] == saved[1]
@@ -104,8 +106,7 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
     assert (entry.whole, entry.latest, entry.step, entry.problem) == (True, True, 3, None)
     assert all(d.keep for d in ckpttool.prune(root, keep_last=1))
     for name in ("policy", "critic"):
-        assert ckpttool.verify(directory / name, deep=True).findings == ()
-        assert ckpttool.inspect(directory / name).topology.world_size == 2
+        _read_alone(directory / name, tmp_path / f"copy of {name}", monkeypatch)
     with refused(ckpttool.CkptError):
         ckpttool.inspect(root)
     for found in resume(str(root)):
@@ -117,6 +118,28 @@ def test_engines_are_one_checkpoint(background: bool, resume: Any, tmp_path: Pat
         assert "is a checkpoint of the engines critic, policy, and 'other' is not one of them" in found["unknown"]
         assert "'critic' is not one of them" in found["not together"]
         assert found["documented"][1] == saved[0][1]
+
+
+def _read_alone(engine: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands find the manifest above an engine's directory, however it is named; ``cp`` writes its part."""
+    checked = {ckpttool.verify(engine, deep=True).records_checked}
+    monkeypatch.chdir(engine)
+    checked |= {ckpttool.verify(path, deep=True).records_checked for path in (".", f"../{engine.name}", "./")}
+    assert ckpttool.inspect(".").attempt == ckpttool.inspect(engine).attempt
+    monkeypatch.chdir(engine.parent)
+    checked |= {ckpttool.verify(engine.name, deep=True).records_checked}
+    assert ckpttool.inspect(engine).topology.world_size == 2
+    copied = ckpttool.cp(engine, copy)
+    assert "one of the engines policy, critic, which were saved together: the others are not copied" in copied.notes
+    for path in (copy, copy / engine.name):
+        report = ckpttool.verify(path, deep=True)
+        assert report.findings == ()
+        checked |= {report.records_checked}
+    assert len(checked) == 1, "each time all chunks of the manifest"
+    with min(copy.rglob("*states.pt")).open("r+b") as damaged:
+        damaged.seek(-1, 2)
+        damaged.write(b"x")
+    assert ckpttool.verify(copy, deep=True).findings
 
 
 def test_a_lost_file_of_one_engine_makes_the_checkpoint_torn(tmp_path: Path) -> None:
@@ -180,3 +203,73 @@ def test_no_engine_changes_if_one_does_not_fit(tmp_path: Path) -> None:
     ((told, changed),) = _misfit(str(tmp_path / "run"))
     assert told
     assert not changed
+
+
+@on_ranks(2)
+def _others(root: str) -> list[str]:
+    engines = _engines((1, 0), steps=1)
+    policy, critic = engines.values()
+    manager = ckpttool.CheckpointManager(f"{root}/one")
+    manager.save(policy)
+    told = [refusal(partial(manager.save, one, tag="other")) for one in (critic, {"critic": critic}, engines)]
+    manager.restore(critic, tag="global_step1", weights_only=True)  # as a reference
+    manager.save(policy, tag="again")
+    together = ckpttool.CheckpointManager(f"{root}/together", async_save=True)
+    together.save(engines)
+    told += [refusal(partial(together.save, one, tag="other")) for one in (policy, {"policy": policy})]
+    together.save(engines, tag="again")
+    del critic
+    engines["critic"] = _engines((0, 0))["critic"]  # built anew
+    together.save(engines, tag="replaced")
+    together.wait()
+    return told
+
+
+def test_a_second_engine_is_not_saved_alone(tmp_path: Path) -> None:
+    for told in _others(str(tmp_path)):
+        other = "engine: is another than the engine that this run has saved or restored before; pass all engines"
+        assert all(text.startswith(other) for text in told)
+    assert sorted(entry.name for entry in ckpttool.ls(tmp_path / "one").entries) == ["again", "global_step1"]
+
+
+@on_ranks(2)
+def _damaged(root: str) -> dict[str, Any]:
+    """Restore two engines after bytes of the second one were damaged: in the newest save, then in both."""
+    engines = _engines((2, 1), steps=1)
+    manager = ckpttool.CheckpointManager(root)
+    found: dict[str, Any] = {"saved": []}
+    for tag in ("first", "second"):
+        manager.save(engines, tag=tag, client_state={"tag": tag})
+        found["saved"].append(_digests(engines))
+        for engine in engines.values():
+            engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16)).float().mean())
+            engine.step()
+    fresh = _engines((3, 0) if root.endswith("others") else (2, 1), steps=3)
+    before = _digests(fresh)
+
+    def damage(tag: str) -> None:
+        if torch.distributed.get_rank() == 0:
+            path = next(Path(root, tag, "critic").glob("*optim_states.pt"))
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        torch.distributed.barrier()
+
+    damage("second")
+    found["of the newest"] = refusal(partial(manager.restore, fresh, tag="second"))
+    found["changed"] = _digests(fresh) != before
+    found["state"] = manager.restore(fresh, prove=True)
+    found["restored"] = _digests(fresh)
+    damage("first")
+    found["of all"] = refusal(partial(manager.restore, fresh))
+    found["kept"] = _digests(fresh) == found["restored"]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["alike", "others"])
+def test_damaged_bytes_of_one_engine_change_none(layout: str, tmp_path: Path) -> None:
+    for found in _damaged(str(tmp_path / layout)):
+        assert "its bytes have changed since" in found["of the newest"]
+        assert (found["changed"], found["kept"]) == (False, True)
+        assert (found["state"], found["restored"]) == ({"tag": "first"}, found["saved"][0])
+        assert "holds 2 checkpoints, and none can be restored" in found["of all"]

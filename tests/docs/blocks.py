@@ -5,7 +5,7 @@
 Kinds of blocks, by the name behind the fence:
 
 * ``console``: each line after "$ " is a command; the lines behind it are its output. Blocks of a page run in order in
-  one empty directory, in which ``fixtures`` is.
+  one empty directory, in which ``fixtures`` and ``examples`` are.
 * ``python``: executed, in the same directory.
 * ``text`` and ``{directive}``: no code.
 * all others, and blocks that need what the tests lack: a comment right above says why they are not run, or of which
@@ -44,7 +44,7 @@ PAGES = sorted(
 RUN = ("console", "python")
 BUCKET = "s3://models"
 """The bucket in blocks that are run: on a server that the tests start."""
-SHELL = ("cp", "ls", "truncate", "head", "rm")
+SHELL = ("cp", "ls", "truncate", "head", "rm", "diff")
 """Commands beside ckpttool that blocks may use."""
 _FENCE = re.compile(
     r"^(?P<mark>[ ]*<!-- (?P<note>(?:not run: |excerpt of )[^\n]*) -->\n)?"
@@ -153,10 +153,11 @@ def bucket(endpoint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workplace() -> Iterator[str]:
-    """An empty directory that sees the fixtures under the name the pages use."""
+    """An empty directory that sees fixtures and examples under the names the pages use."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "fixtures").symlink_to(ROOT / "fixtures")
+        for name in ("fixtures", "examples"):
+            (Path(directory) / name).symlink_to(ROOT / name)
         os.chdir(directory)
         try:
             yield directory

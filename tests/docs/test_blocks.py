@@ -48,7 +48,7 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, request: pytest.FixtureRe
             assert commands(block.body), f"{block.place}: no command begins with '$ '"
             for command, shown in commands(block.body):
                 code, output = printed(command)
-                may_fail = "Error: " in shown or command.split()[1] in EXIT_ONE
+                may_fail = "Error: " in shown or not {*command.split()[:2]}.isdisjoint(EXIT_ONE)
                 assert code == 0 or may_fail, f"{block.place}: {command}\n{output}"
                 assert without_times(output) == without_times(shown), f"{block.place}: {command}"
 
@@ -76,6 +76,18 @@ def test_an_excerpt_is_in_the_example(page: Path) -> None:
             wanted = line.partition("  # ")[0].strip()
             if wanted and wanted != "...":
                 assert any(found.partition("  # ")[0].strip() == wanted for found in source), f"{block.place}: {wanted}"
+
+
+def test_counts_of_changed_lines_are_those_of_the_diff() -> None:
+    text = (ROOT / "docs" / "howto" / "ray-train.md").read_text()
+    told = re.findall(
+        r"removes (\d+) of (\d+) lines and\sadds (\d+):\s+```console\n\$ diff .* (\S+) \S+\n([^`]*)", text
+    )
+    assert len(told) == 2
+    for removed, lines, added, before, shown in told:
+        marks = [line[:1] for line in shown.splitlines()[2:]]
+        found = marks.count("-"), len((ROOT / before).read_text().splitlines()), marks.count("+")
+        assert found == (int(removed), int(lines), int(added))
 
 
 def test_included_files_are_examples_that_are_run() -> None:

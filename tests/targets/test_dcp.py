@@ -153,13 +153,14 @@ def _resume(rank: int, world_size: int, checkpoint: str, layout: str, rendezvous
     optimizer = torch.optim.AdamW(param_groups(model))
 
     class AppState(Stateful):  # type: ignore[misc]  # torch is not followed
-        """As in torch's tutorial."""
+        """As in torch's tutorial, and in Ray's FSDP2 template."""
 
         def state_dict(self) -> dict[str, Any]:
             weights, states = get_state_dict(model, optimizer)
-            return {"model": weights, "optim": states}
+            return {"model": weights, "optim": states, **({"epoch": 0} if layout == "app" else {})}
 
         def load_state_dict(self, found: dict[str, Any]) -> None:
+            assert found.get("epoch", 2) == 2  # Ray's FSDP2 template has it, too: of the client state
             set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
 
     if layout == "app":

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.storage import MARK
@@ -22,11 +21,12 @@ from tests import forked
 from tests.faults.s3_proxy import Proxy
 from tests.storage import server
 from tests.under_ray import frameworks, loops, pages, worker_forks
+from tests.under_ray.pages import EXAMPLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 END = "-- end of this command"
 """Printed between the commands of an example."""
 ENVIRONMENT = {
@@ -103,6 +103,7 @@ def _do(job: dict[str, Any], directory: Path) -> None:
     runs: dict[str, Callable[..., None]] = {
         "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
         "frameworks": _frameworks, "several": _several, "pages": _pages,
+        "fsdp2": _fsdp2,
     }  # fmt: skip
     name = job["name"]
     try:
@@ -170,30 +171,75 @@ def _resume(directory: Path) -> None:
 
 def _several(directory: Path, thorough: bool) -> None:
     join()
-    from ray.train import ValidationConfig
+    from ray.train import FailureConfig, ValidationConfig
 
     validation = ValidationConfig(loops.validate, ray_remote_kwargs={"num_cpus": 0.1})
     config = {"facts": str(directory)}
+    again = FailureConfig(max_failures=1)
     parts = [("documented", 2, "several"), ("resumed", 1, "several"), ("resumed again", 2, "several")]
     parts += [("plain", 1, "plain"), ("resumed plain", 1, "plain")] if thorough else []
     for part, workers, name in parts:
         result = fit(
             loops.several, {**config, "part": part}, workers, name=name, storage_path=str(directory),
-            validation=validation,
+            validation=validation, failure_config=again,
         )  # fmt: skip
         loops.note(str(directory), f"{part}.json", _told(result))
 
 
-TURNS = (("documented", 2), ("ours", 3), ("ours", 1), ("documented", 1), ("ours", 2))
-"""How a script saves, and on how many workers, one run after the other in one directory."""
+def _pages(directory: Path, script: str, data: str, bucket: bool, turns: list[int], deaths: list[int]) -> None:
+    name = f"{script} {data} {'bucket' if bucket else 'disk'}"
+    with contextlib.ExitStack() as stack:
+        root, there, url = str(directory / name), {}, ""
+        if bucket:
+            there["endpoint_url"] = url = stack.enter_context(server.running())
+            server.client(url).create_bucket(Bucket="models")
+            root = "s3://models/runs"
+        for turn in turns:
+            way, workers = pages.TURNS[turn]
+            watch = {
+                "facts": str(directory), "script": script, "name": f"{name} {turn}", "way": way, "workers": workers,
+                "dies": turn in deaths,
+            }  # fmt: skip
+            # The script of Ray's page has no epoch in its checkpoints: a run after it begins at the first one.
+            ways = [pages.TURNS[one][0] for one in turns[: turns.index(turn)]]
+            runs = len(ways) if script == "zero" else int([*ways[-1:], way] == ["ours", "ours"])
+            arguments = ["--workers", str(workers), "--epochs", str(pages.SAVES * (runs + 1))]
+            arguments += ["--data", data] if script == "bert" else []
+            query = f"?scheme=http&endpoint_override={url[7:]}" if bucket else ""
+            pages.run(watch, ["--storage", f"{root}{query}", *arguments])
+        loops.note(str(directory), f"{name}.json", _sound(f"{root}/{script}", there))
 
 
-def _pages(directory: Path, script: str, turns: int) -> None:
-    join()
-    for turn, (way, workers) in enumerate(TURNS[:turns]):
-        config = {"facts": str(directory), "script": script, "turn": turn, "way": way}
-        result = fit(getattr(pages, script), config, workers, name=script, storage_path=str(directory))
-        loops.note(str(directory), f"{script}.json", _told(result))
+def _fsdp2(directory: Path, source: str, runs: list[int]) -> None:
+    """Continue the newest commit of a run in FSDP2, converted for Ray's template: for an epoch on so many workers."""
+    import ray
+
+    import ckpttool
+
+    commits = [entry for entry in ckpttool.ls(directory / source).entries if "epoch" in entry.metrics]
+    newest = max(commits, key=lambda entry: entry.rank)
+    ckpttool.convert(newest.path, directory / "converted", to="dcp", layout="app")
+    epoch = int(newest.metrics["epoch"])
+    for number, workers in enumerate(runs, 2):
+        arguments = ["--start", "converted", "--workers", str(workers), "--epochs", str(epoch + number)]
+        sys.argv[:] = ["ray_fsdp2.py", "--storage", str(directory), *arguments]
+        runpy.run_path(str(EXAMPLES / "ray_fsdp2.py"), run_name="__main__")
+        print(END)  # noqa: T201
+        ray.shutdown()
+    loops.note(str(directory), "fsdp2.json", {"epoch": epoch, "newest": newest.path})
+
+
+def _sound(run: str, there: dict[str, Any]) -> list[dict[str, Any]]:
+    """What commands make of all checkpoints of a run, in the order of the saves."""
+    import ckpttool
+
+    found: list[dict[str, Any]] = []
+    for entry in sorted(ckpttool.ls(run, storage_options=there).entries, key=lambda entry: entry.rank):
+        found.append({"whole": entry.whole, "reported": entry.reported, "torn": entry.torn})
+        if entry.whole:
+            report = ckpttool.verify(entry.path, deep=True, storage_options=there)
+            found[-1] |= {"findings": [str(f) for f in report.findings], "notes": [*report.notes]}
+    return found
 
 
 def _ending(directory: Path, endings: list[str]) -> None:

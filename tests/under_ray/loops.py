@@ -23,6 +23,8 @@ BEFORE_FILES, BETWEEN_FILES, BEFORE_MANIFEST, AFTER_MANIFEST, BEFORE_REPORT, AFT
 )
 COMMITTED = {AFTER_MANIFEST, BEFORE_REPORT, AFTER_REPORT}
 """Whoever dies there leaves a commit."""
+OTHER_METRICS = {"best": True, "phase": "warm-up", "missing": None, "history": [1, 2.5]}
+"""Metrics that are not numbers."""
 VICTIM = {BEFORE_FILES: 1, BETWEEN_FILES: 0, BEFORE_MANIFEST: 0, AFTER_MANIFEST: 0, BEFORE_REPORT: 1, AFTER_REPORT: 1}
 
 
@@ -154,7 +156,7 @@ def dying(config: dict[str, Any]) -> None:
         deaths = config["deaths"]
         if number == 1 and attempt < len(deaths) and rank == VICTIM[deaths[attempt]]:
             will_die(deaths[attempt])
-        ray_train.report(engine, {"loss": loss, "of": {"step": step}}, client_state={"step": step})
+        ray_train.report(engine, {"loss": loss, "of": {"step": step}, **OTHER_METRICS}, client_state={"step": step})
 
 
 def _newest_commit(run: str) -> int:
@@ -282,7 +284,6 @@ def several(config: dict[str, Any]) -> None:
             found["error"] = refused(engines["policy"])
         else:
             found["alone"] = refused(engines["policy"])
-            ray_train._ENGINES.clear()
             found["state"] = ray_train.restore(engines)
             found["second alone"] = refused(engines["critic"])
             found["restored"] = [digest_of(engine) for engine in engines.values()]
@@ -293,6 +294,7 @@ def several(config: dict[str, Any]) -> None:
             except CkptError as error:
                 found["module"] = str(error)
             again = config["part"] == "resumed again"
+            _die_once_between_files(config["facts"], found)
             ray_train.report(
                 engines, {"loss": 0.5}, client_state={"of": "both"}, validation=again,
                 checkpoint_dir_name="the-last" if again else None,
@@ -306,6 +308,15 @@ def several(config: dict[str, Any]) -> None:
     found["saved"] = [digest_of(engine) for engine in engines.values()]
     if ray.train.get_context().get_world_rank() == 0:
         note(config["facts"], f"several {config['part']}.json", found)
+
+
+def _die_once_between_files(facts: str, found: dict[str, Any]) -> None:
+    """Let the first worker be killed in the next save of several engines, the first time."""
+    import ray.train
+
+    if ray.train.get_context().get_world_rank() == 0 and read(facts, "several dying.json") is None:
+        note(facts, "several dying.json", found)
+        will_die(BETWEEN_FILES)
 
 
 def in_background(config: dict[str, Any]) -> None:

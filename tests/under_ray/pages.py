@@ -1,122 +1,103 @@
-"""The scripts of Ray's pages, with tiny models: as they are documented, and changed as our documentation says.
+"""Examples after Ray's own pages, run as they are; what they restore and save is noted, and a worker dies in a save.
 
-Source: Ray 2.60, "Get Started with DeepSpeed" (python/ray/train/examples/deepspeed) and the template "Getting Started
-with DeepSpeed ZeRO and Ray Train".
+``examples/ray_bert.py`` and ``ray_zero.py`` save with ckpttool; those with names that end in "documented", as Ray's
+pages do.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
-from typing import Any
+import runpy
+import sys
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tests.under_ray.loops import digest_of, note
+from tests.under_ray import loops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+TURNS = (("documented", 2), ("ours", 3), ("ours", 1), ("documented", 1), ("ours", 2))
+"""How a script saves, and on how many workers, one run after the other in one directory."""
+SAVES = 2
+"""Epochs of each run."""
 
 
-def _start() -> None:
-    import deepspeed
-    import torch
+def run(watch: dict[str, Any], arguments: list[str]) -> None:
+    """Run an example as a command, with watched workers."""
+    import ray
+    import ray.train.torch
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed()
-    torch.manual_seed(0)
+    trainer = ray.train.torch.TorchTrainer
+    name = f"ray_{watch['script']}.py" if watch["way"] == "ours" else f"ray_{watch['script']}_documented.py"
+    sys.argv[:] = [name, *arguments]
+    ray.train.torch.TorchTrainer = lambda loop, **options: trainer(partial(watched, watch, loop), **options)
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        ray.train.torch.TorchTrainer = trainer
+        ray.shutdown()
 
 
-def _note(config: dict[str, Any], engine: Any, restored: str, state: Any) -> None:
+def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:
+    """Run the loop of an example, on a worker."""
+    import ray.train.collective
+    from deepspeed import DeepSpeedEngine
+
+    from ckpttool.integrations.ray_train import RayTrainCheckpoints
+
+    rank = ray.train.get_context().get_world_rank()
+    attempt = len(list(Path(watch["facts"]).glob(f"{watch['name']} *.json")))
+    ray.train.collective.barrier()
+    found: dict[str, Any] = {**watch, "restored": None, "state": None, "saved": [], "died": False}
+
+    def keep() -> None:
+        if rank == 0:
+            loops.note(watch["facts"], f"{watch['name']} {attempt}.json", found)
+
+    number = int(watch["way"] == "ours")
+    """Which argument of the methods below is the engine."""
+
+    def after_load(load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def noted(*arguments: Any, **options: Any) -> Any:
+            state = load(*arguments, **options)
+            found["state"] = state[1] if isinstance(state, tuple) else state
+            found["restored"] = None if state is None else loops.digest_of(arguments[number], odd=False)
+            keep()
+            return state
+
+        return noted
+
+    def before_save(save: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(save)
+        def noted(*arguments: Any, **options: Any) -> Any:
+            found["saved"].append(loops.digest_of(arguments[number], odd=False))
+            if watch["dies"] and not attempt and len(found["saved"]) == SAVES:
+                found["died"] = True
+                _will_die(watch["way"], rank)
+            keep()
+            ray.train.collective.barrier()  # noted before anyone dies
+            return save(*arguments, **options)
+
+        return noted
+
+    keep()
+    owner: Any = RayTrainCheckpoints if watch["way"] == "ours" else DeepSpeedEngine
+    load, save = ("restore", "report") if watch["way"] == "ours" else ("load_checkpoint", "save_checkpoint")
+    setattr(owner, load, after_load(getattr(owner, load)))
+    setattr(owner, save, before_save(getattr(owner, save)))
+    loop(config)
+
+
+def _will_die(way: str, rank: int) -> None:
+    """Let a worker be killed in the next save: in the documented way the last one, when the others upload."""
     import ray.train
+    from ray.train.v2._internal.execution import storage
 
-    found = {"restored": restored, "state": state, "saved": digest_of(engine, odd=False)}
-    if ray.train.get_context().get_world_rank() == 0:
-        note(config["facts"], f"{config['script']} {config['turn']}.json", found)
-
-
-def page(config: dict[str, Any]) -> None:
-    """The BERT of Ray's page: the loop steps the optimizer and the scheduler, and not the engine."""
-    import deepspeed
-    import ray.train
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
-
-    from ckpttool.integrations import ray_train
-
-    _start()
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = BertForSequenceClassification(BertConfig(vocab_size=32, max_position_embeddings=12, **sizes))
-    settings = {
-        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}, "zero_optimization": {"stage": 3},
-    }  # fmt: skip
-    model, optimizer, _, lr_scheduler = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=settings
-    )
-    ours, state = config["way"] == "ours", None
-    if ours:
-        state = ray_train.restore(model)
-    elif checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as directory:
-            model.load_checkpoint(directory)
-    restored = digest_of(model, odd=False)
-    for epoch in range(2):
-        for number in range(3):
-            ids = torch.arange(number, number + 32).reshape(4, 8) % 32
-            loss = model(input_ids=ids, labels=torch.tensor([0, 1, 0, 1])).loss
-            model.backward(loss)
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-        assert model.global_steps == 0
-        metrics = {"epoch": epoch, "f1": 0.5}
-        if ours:
-            ray_train.report(model, metrics, client_state={"epoch": epoch + 1})
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            model.save_checkpoint(directory)
-            torch.distributed.barrier()
-            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
-    _note(config, model, restored, state)
-
-
-def template(config: dict[str, Any]) -> None:
-    """The causal language model of the template, which saves to a folder of the checkpoint."""
-    import deepspeed
-    import ray.train
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from ckpttool.integrations import ray_train
-
-    _start()
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=12, **sizes))
-    settings = {
-        "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ds_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    ours, state = config["way"] == "ours", None
-    if ours:
-        state = ray_train.restore(ds_engine)
-    elif checkpoint := ray.train.get_checkpoint():
-        with checkpoint.as_directory() as directory:
-            inner = os.path.join(directory, "epoch")
-            ds_engine.load_checkpoint(inner if os.path.isdir(inner) else directory)
-    restored = digest_of(ds_engine, odd=False)
-    for epoch in range(2):
-        for number in range(2):
-            ids = torch.arange(number, number + 8).reshape(1, 8) % 32
-            loss = ds_engine(input_ids=ids, labels=ids, use_cache=False).loss
-            ds_engine.backward(loss)
-            ds_engine.step()
-        metrics = {"loss": float(loss.detach()), "epoch": epoch}
-        if ours:
-            ray_train.report(ds_engine, metrics, client_state={"epoch": epoch + 1})
-            continue
-        with tempfile.TemporaryDirectory() as directory:
-            inner = os.path.join(directory, "epoch")
-            os.makedirs(inner, exist_ok=True)
-            ds_engine.save_checkpoint(inner)
-            torch.distributed.barrier()
-            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
-    _note(config, ds_engine, restored, state)
+    if way == "ours":
+        if rank == loops.VICTIM[loops.BETWEEN_FILES]:
+            loops.will_die(loops.BETWEEN_FILES)
+    elif rank == ray.train.get_context().get_world_size() - 1:
+        storage._pyarrow_fs_copy_files = lambda *_, **__: loops.die()

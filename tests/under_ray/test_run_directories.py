@@ -28,6 +28,7 @@ from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.cli.command import ckpttool as command
+from tests.forked import on_ranks
 from tests.truth import HERE, source
 
 if TYPE_CHECKING:
@@ -262,6 +263,52 @@ def test_prune_without_the_snapshot_keeps_the_newest_of_both_kinds(step: int, tm
     shutil.rmtree(tmp_path / own[1])
     ckpttool.prune(tmp_path, keep_last=1)
     assert [p.name for p in tmp_path.iterdir()] == [own[0] if step else documented[2]]
+
+
+SAVED = {"documented": (4, 8), "ours": (6, 10)}
+"""Steps of the saves of a run that changed its way twice, in the order of the steps."""
+
+
+@on_ranks(1)
+def _save_in_both_ways(run: str) -> list[str]:
+    import torch
+
+    from ckpttool import CheckpointManager
+    from tests.deepspeed.engines import build
+
+    engine, manager = build(2, "bf16", "one", "adamw"), CheckpointManager(run)
+    names = []
+    for step in range(1, 11):
+        engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16)).float().mean())
+        engine.step()
+        if step in SAVED["documented"]:
+            names.append(OF_RAY.replace("16-18", f"16-{step:02d}"))
+            engine.save_checkpoint(f"{run}/{names[-1]}")
+        if step in SAVED["ours"]:
+            attempt, number = manager.committed or ("", 0)
+            names.append(directory_name(step, number + 1, "ab12cd34"))
+            manager.save_into(
+                f"{run}/{names[-1]}", engine, tag=None, client_state={}, metrics={"step": step}, overwrite=False,
+                exclude_frozen=False, before=(attempt, number),
+            )  # fmt: skip
+    return names
+
+
+@pytest.mark.deepspeed
+def test_rules_count_saves_of_both_ways_by_their_steps(tmp_path: Path) -> None:
+    (names,) = _save_in_both_ways(str(tmp_path))
+    entries = ckpttool.ls(tmp_path).entries
+    assert [(entry.name, entry.step, entry.whole) for entry in entries] == [
+        (name, step, True) for name, step in zip(names, (4, 6, 8, 10), strict=True)
+    ]
+    for entry in entries:
+        assert not ckpttool.verify(entry.path, deep=True).findings
+    for keep, kept in ((3, names[1:]), (2, names[2:])):
+        ckpttool.prune(tmp_path, keep_last=keep)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    shutil.rmtree(tmp_path / names[3])
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert [path.name for path in tmp_path.iterdir()] == [names[2]], "also if the newest is the documented one"
 
 
 def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:

@@ -453,11 +453,12 @@ def _with_stages(found: AllFiles, layers: Sequence[Layers | None]) -> tuple[Chec
 
 def _recorded(storage: Storage, location: Location) -> tuple[tuple[str, ...], ...]:
     """Return the parameters of each group from the checkpoint's manifest; empty without a manifest."""
-    if not has_manifest(storage, location.directory):
+    if not has_manifest(storage, location.directory) and not has_manifest(storage, location.root):
         return ()
-    from ckpttool.commit.manifest import read_manifest  # most checkpoints have no manifest
+    from ckpttool.commit.manifest import find_manifest  # most checkpoints have no manifest
 
-    return read_manifest(storage, location.directory).groups
+    manifest = find_manifest(storage, location.directory)
+    return manifest.groups if manifest is not None else ()
 
 
 def _check_ranks_agree(slices: Sequence[ZeroFiles], report: Report) -> None:

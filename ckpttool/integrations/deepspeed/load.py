@@ -7,10 +7,11 @@ loaded, and no rank waits for a failed rank.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.execution.run import memory_bytes
@@ -174,12 +175,51 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ag
         ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
-    with whole_layers(engine):
-        return _restore(engine, checkpoint, options, agree, ranks)
+    (report,) = restore_engines([(engine, checkpoint)], options, agree, ranks)
+    return report
 
 
-def _restore(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree, ranks: Ranks) -> LoadReport:
-    from ckpttool.integrations.deepspeed.live_state import check_provable, unprovable  # imports torch
+def restore_engines(
+    pairs: Sequence[tuple[Any, Checkpoint]], options: LoadOptions, agree: Agree, ranks: Ranks
+) -> list[LoadReport]:
+    """Load open checkpoints into several engines: all are read before the first engine changes.
+
+    Args:
+        pairs: Each engine with its checkpoint.
+        options: As for ``restore_engine``.
+        agree: As for ``restore_engine``.
+        ranks: As for ``restore_engine``.
+
+    Raises:
+        ProofError: As for ``load``.
+        CkptError: As for ``restore_engine``.
+    """
+    with contextlib.ExitStack() as wrapped:
+        for engine, _ in pairs:
+            wrapped.enter_context(whole_layers(engine))
+        read = [_read(engine, checkpoint, options, agree) for engine, checkpoint in pairs]
+        return [_load(one, options, ranks) for one in read]
+
+
+class _Read(NamedTuple):
+    """The state of one engine, read but not yet loaded."""
+
+    live: LiveEngine
+    prepared: NativeState | PlannedState
+    rank_state: Any
+    rank_states: Sequence[Any]
+    batch: Sequence[str]
+    """Notes on batch sizes that differ from the save."""
+    seconds: float
+
+
+def _read(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> _Read:
+    """Read the state of an engine, on every rank.
+
+    Raises:
+        CkptError: As for ``restore_engine``.
+    """
+    from ckpttool.integrations.deepspeed.live_state import check_provable  # imports torch
 
     began = time.perf_counter()
     live: LiveEngine | None = None
@@ -203,15 +243,30 @@ def _restore(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: A
         check_on_all_ranks(prepared.checks, checkpoint, agree)
     batch = [] if options.weights_only else batch_notes(engine, checkpoint)
     prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
+    return _Read(live, prepared, own, states, batch, time.perf_counter() - began)
+
+
+def _load(read: _Read, options: LoadOptions, ranks: Ranks) -> LoadReport:
+    """Load the state that was read, on every rank.
+
+    Raises:
+        ProofError: As for ``load``.
+        PlanError: DeepSpeed raised an error.
+    """
+    from ckpttool.integrations.deepspeed.live_state import unprovable  # imports torch
+
+    began = time.perf_counter()
+    live, prepared, checkpoint = read.live, read.prepared, read.prepared.checkpoint
+    engine = live.engine
     client_state = checkpoint.client_state if prepared.run_state is None else prepared.run_state["client_state"]
     if checkpoint.client_state and not client_state:
         prepared = replace(prepared, notes=(*prepared.notes, LEFT_OUT))
     if not options.dry_run:
-        warn_of(checkpoint, batch)
+        warn_of(checkpoint, read.batch)
         client_state = _inject(live, prepared, client_state, options)
         note_restored(engine, checkpoint)
-    report = _report(live, prepared, client_state, options, time.perf_counter() - began)
-    report = replace(report, rank_state=own, rank_states=states)
+    report = _report(live, prepared, client_state, options, read.seconds + time.perf_counter() - began)
+    report = replace(report, rank_state=read.rank_state, rank_states=read.rank_states)
     wanted = options.prove
     if wanted is None:
         wanted = checkpoint.digests is not None and engine.device.type != "cpu" and not unprovable(live)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.commit import has_manifest
+from ckpttool.commit.manifest import commit_directory
 from ckpttool.errors import PlanError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
@@ -177,7 +178,8 @@ def thin_error(checkpoint: Checkpoint) -> PlanError:
 
 def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
     """Return the options with all checksums to be compared, if a manifest covers every byte."""
-    committed = has_manifest(connect(checkpoint.storage), checkpoint.location)
+    storage = connect(checkpoint.storage)
+    committed = has_manifest(storage, commit_directory(storage, checkpoint.location)[0])
     return replace(options, check="full") if committed else options
 
 

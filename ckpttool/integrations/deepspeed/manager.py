@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import posixpath
 import signal
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
+    KnownEngines = dict[str, weakref.ref[Any]]
 
 
 LOG = logging.getLogger(__name__)
@@ -162,6 +164,7 @@ class CheckpointManager:
         self._group: Any = None
         self._warned = False
         self._checked: dict[str, weakref.ref[Any]] = {}
+        self._saved: KnownEngines = {}
         self.committed: tuple[str, int] | None = None
         """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
@@ -200,7 +203,8 @@ class CheckpointManager:
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
-                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name.
+                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
+                call.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
                 between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
                 the first rank's counts.
@@ -229,6 +233,7 @@ class CheckpointManager:
             exclude_frozen=exclude_frozen_parameters,
             save_latest=save_latest,
             rank_state=rank_state,
+            known=self._saved,
         )
 
     def save_into(  # noqa: PLR0913  the arguments of ``save``
@@ -245,12 +250,14 @@ class CheckpointManager:
         before: tuple[str, int] | None = None,
         rank_state: Any = None,
         root_files: Mapping[str, bytes] | None = None,
+        known: KnownEngines | None = None,
     ) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
 
         ``root`` is on the manager's storage. ``before`` is attempt and number of the previous commit; None for the one
         that ``latest`` in ``root`` names. ``root_files`` are files of the root that this rank writes before the commit,
-        by path relative to the root; other arguments are as for ``save``.
+        by path relative to the root; ``known`` are the engines of the run, and gets these; other arguments are as for
+        ``save``.
         """
         began = time.perf_counter()
         from ckpttool.integrations.deepspeed.capture import capture, groups_without_zero, known_engine, merged
@@ -269,8 +276,10 @@ class CheckpointManager:
             if "" not in engines and self._rules is not None and (self._rules.thin or self._rules.thin_every):
                 problem = "is not possible for a checkpoint of several engines"
                 raise ArgumentError("thin", problem, "leave out thin and thin_every")
-            for name, one in engines.items():
+            for one in engines.values():
                 check_engine(one)
+            check_known(engines, known)
+            for name, one in engines.items():
                 with whole_layers(one):
                     live = inspected[name] = known_engine(one)
                 check_client_state(client_state, one)
@@ -355,6 +364,7 @@ class CheckpointManager:
             merged(parts).release()
             raise
         captured = merged(parts)
+        note_known(engines, known)
         if not self.saves_in_background:
             report = self._write(root, ranks, request, captured, digests, began, None)
             if report.error is not None:
@@ -464,21 +474,29 @@ class CheckpointManager:
         return partial(open_whole, key=self._key if signed else None, committed=committed)
 
     def begin_restore(
-        self, engine: Any, search: Callable[[], list[str]], options: LoadOptions, **arguments: Any
+        self,
+        engine: Any,
+        search: Callable[[], list[str]],
+        options: LoadOptions,
+        known: KnownEngines | None = None,
+        **arguments: Any,
     ) -> list[str]:
-        """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments."""
+        """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments.
+
+        ``known`` are the engines of the run.
+        """
         from ckpttool.integrations.deepspeed.engine import inspect_engine
 
         engines = engines_by_name(engine)
         arguments |= {"engines": [*engines]} | options.agreed()
-        found: list[str] = agree_to_begin(
-            self._agreeing_ranks(),
-            self.root,
-            arguments,
-            lambda: _discard([inspect_engine(one) for one in engines.values()]),
-            timeout=self._timeout,
-            decide=search,
-        )
+
+        def check() -> None:
+            for one in engines.values():
+                inspect_engine(one)
+            check_known(engines, known)
+
+        ranks = self._agreeing_ranks()
+        found: list[str] = agree_to_begin(ranks, self.root, arguments, check, timeout=self._timeout, decide=search)
         return found
 
     def restore_first(
@@ -494,7 +512,7 @@ class CheckpointManager:
 
         ``restored_path`` gets its path. Of several engines, all get the same checkpoint.
         """
-        from ckpttool.integrations.deepspeed.load import restore_engine
+        from ckpttool.integrations.deepspeed.load import restore_engines
         from ckpttool.integrations.deepspeed.load_plan import thin_error
         from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
 
@@ -515,13 +533,8 @@ class CheckpointManager:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
                 agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
-                if len(engines) > 1 and not options.dry_run:  # all must fit before the first one changes
-                    for one, checkpoint in zip(engines.values(), opened, strict=True):
-                        restore_engine(one, checkpoint, replace(options, dry_run=True), agree, ranks)
-                reports = [
-                    restore_engine(one, checkpoint, options, agree, ranks)
-                    for one, checkpoint in zip(engines.values(), opened, strict=True)
-                ]
+                pairs = [*zip(engines.values(), opened, strict=True)]
+                reports = restore_engines(pairs, options, agree, ranks)
             except (PlanError, LinkError, RankError, ProofError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
@@ -759,6 +772,32 @@ def engines_by_name(engine: Any) -> dict[str, Any]:
     return dict(engine)
 
 
+def check_known(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
+    """Refuse engines beside others of the run: a restore would load the newest state of both into each.
+
+    Args:
+        engines: The engines by name.
+        known: The engines of the run before; None to allow any.
+
+    Raises:
+        ArgumentError: The run has other engines, which are still there.
+    """
+    others = [one for name, one in (known or {}).items() if one() is not engines.get(name)]
+    if others:
+        gc.collect()  # an engine that was replaced
+    if any(one() is not None for one in others):
+        problem = "is another than the engine that this run has saved or restored before"
+        hint = 'pass all engines of the run together, in each call: {"policy": a, "critic": b}'
+        raise ArgumentError("engine", problem, hint)
+
+
+def note_known(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
+    """Replace the known engines of the run by these."""
+    if known is not None:
+        known.clear()
+        known.update({name: weakref.ref(one) for name, one in engines.items()})
+
+
 def _open_engine(open_: Opener, storage: Storage, path: str, name: str) -> Checkpoint:
     """Open a checkpoint, or the checkpoint of one of its engines.
 
@@ -779,10 +818,6 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str) -> Check
         names = [posixpath.basename(one) for one in error.directories]
         hint = f"pass the engines by name: {{{', '.join(f'{name!r}: ...' for name in names)}}}"
         raise PlanError(path, f"contains the checkpoints of several engines: {', '.join(names)}", hint) from error
-
-
-def _discard(value: object) -> None:
-    """Ignore a value: turns an expression into a statement."""
 
 
 MAX_NAME_BYTES = 200

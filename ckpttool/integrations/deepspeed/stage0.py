@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.commit import has_manifest
-from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.manifest import find_manifest
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale
 from ckpttool.integrations.deepspeed.states import REBUILD
@@ -44,11 +43,10 @@ def saved_names(checkpoint: Checkpoint) -> Names | None:
     Raises:
         CkptError: The manifest cannot be read.
     """
-    storage = connect(checkpoint.storage)
-    if not has_manifest(storage, checkpoint.location):
+    manifest = find_manifest(connect(checkpoint.storage), checkpoint.location)
+    if manifest is None or not manifest.groups:
         return None
-    groups = read_manifest(storage, checkpoint.location).groups
-    return [[checkpoint.aliases.get(n, n) for n in names] for names in groups] if groups else None
+    return [[checkpoint.aliases.get(n, n) for n in names] for names in manifest.groups]
 
 
 def live_names(checkpoint: Checkpoint, model: LiveModel) -> Names:
