@@ -35,7 +35,7 @@ def running() -> Iterator[Any]:
     path = program()
     if path is None:
         pytest.skip("no Chromium is installed (apt-get install chromium), so that pages cannot be opened")
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments = ["--disable-gpu", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield Browser(browser)
