@@ -26,13 +26,14 @@ RUNS = [
 ]
 if not sampling.thorough():
     RUNS = [("bert", "loader", True, [0, 1], [1]), ("zero", "loader", False, [2, 3], [2])]
-ON_FSDP2 = [2, 3] if sampling.thorough() else [3]
+ON_FSDP2 = [2, 3]
 NAMES = [f"{script} {data} {'bucket' if bucket else 'disk'}" for script, data, bucket, *_ in RUNS]
 RAY_RUNS: dict[str, tuple[Any, ...]] = {
     "several": ("several", sampling.thorough()), **{n: ("pages", *run) for n, run in zip(NAMES, RUNS, strict=True)},
-    "fsdp2": ("fsdp2", "zero loader disk/zero", ON_FSDP2),
 }  # fmt: skip
 """Runs on one cluster: see ``driver``."""
+if sampling.thorough():
+    RAY_RUNS["fsdp2"] = ("fsdp2", "zero loader disk/zero", ON_FSDP2)
 
 
 def _facts(done: Path, part: str) -> Any:
@@ -66,6 +67,7 @@ def test_each_way_continues_the_other_on_any_number_of_workers(name: str, traine
     assert all(entry["torn"] for entry in entries if not entry["whole"])
 
 
+@pytest.mark.thorough
 def test_the_template_of_fsdp2_continues_a_converted_run(trained: Trained) -> None:
     """The example "ray_fsdp2.py"."""
     done = trained.of("fsdp2")

@@ -33,13 +33,14 @@ RAY_RUNS: dict[str, tuple[Any, ...]] = {
     "resume": ("resume",),
     "bucket": ("bucket",),
     "ending": ("ending", ENDINGS),
-    "causal": (
+}
+"""Runs on one cluster: see ``driver``."""
+if sampling.thorough():
+    RAY_RUNS["causal"] = (
         "example", "ray_causal_lm.py",
         ["--storage", "causal", "--workers", "1", "--epochs", "8"],
         ["--storage", "causal", "--workers", "2", "--epochs", "10", "--stage", "3", "--export", "out"],
-    ),
-}  # fmt: skip
-"""Runs on one cluster: see ``driver``."""
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,7 @@ def _example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_a_causal_model_is_trained_resumed_by_more_workers_exported_and_generates(trained: Trained) -> None:
     first, second = trained.printed("causal")
     assert "epoch 7 on 1 workers" in first
