@@ -149,9 +149,9 @@ def chunk_records(sums: Checksums) -> tuple[Record, ...]:
     return tuple(Record(f"chunk {n}", ByteRange(*where), crc) for n, (where, crc) in enumerate(chunks))
 
 
-def chunk_bytes(nbytes: int, least: int = MIN_CHUNK_BYTES) -> int:
+def chunk_bytes(nbytes: int, least: int | None = None) -> int:
     """Return the chunk size for a file of ``nbytes`` bytes: a power of two, in bytes, not below ``least``."""
-    size = least
+    size = MIN_CHUNK_BYTES if least is None else least
     while size * MAX_CHUNKS < nbytes:
         size *= 2
     return size
@@ -195,7 +195,7 @@ def of_pieces(
     return Checksums(nbytes, size, tuple(crcs), directory)
 
 
-def of_bytes(data: bytes, least: int = MIN_CHUNK_BYTES) -> Checksums:
+def of_bytes(data: bytes, least: int | None = None) -> Checksums:
     """Compute the checksums of a small file, in chunks of at least ``least`` bytes, a power of two."""
     size = chunk_bytes(len(data), least)
     view = memoryview(data)

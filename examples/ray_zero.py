@@ -68,7 +68,8 @@ def train_loop(config: dict[str, Any]) -> None:
     ds_engine = setup_model_and_optimizer()
     state = ray_train.restore(ds_engine) or {"epoch": -1}
     if "epoch" not in state:  # only for a run that was begun the documented way
-        state = ray.train.get_all_reported_checkpoints()[-1].metrics
+        report, reported = ray_train.restored(), ray.train.get_all_reported_checkpoints()
+        state = next(one.metrics for one in reported if report and one.checkpoint.path in report.path)
     start_epoch = state["epoch"] + 1
 
     train_loader = setup_dataloader()

@@ -667,7 +667,7 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
 
 
 def run_candidates(storage: Storage, run: str, reported: str, known: Collection[str]) -> list[str]:
-    """Return the checkpoints to resume a run of Ray Train from, newest first: commits, and one saved without ckpttool.
+    """Return the checkpoints to resume a run of Ray Train from, newest first: commits and others.
 
     Args:
         storage: Storage of the run.
@@ -685,7 +685,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
         return found
     others = checkpoints_of_ray(storage, reported)
     step = others[0].step if others and others[0].is_tag else -1
-    written = max((e.modified or 0.0 for _, e in walk(storage, reported)), default=0.0)
+    written = _newest_file(storage, reported)
 
     def is_older(one: Found) -> bool:
         """Return whether Ray knows the commit; else it was saved by a worker that died, perhaps before ``reported``."""
@@ -698,7 +698,18 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
         problem = "is the checkpoint that Ray resumes from, and contains none that ckpttool reads"
         hint = "load it as the script that saved it does, or choose another name in RunConfig to start from scratch"
         raise LayoutError(reported, problem, hint)
-    return [*found[:place], *(one.path for one in others), *found[place:]]
+    rest = [Saved.of(one.path, one.step, one.manifest) for one in commits[place:]]
+    for name in sorted((name for name in known if not is_own_name(name)), reverse=True):
+        path = posixpath.join(run, name)
+        if path != reported and storage.is_dir(path):
+            time = _newest_file(storage, path)
+            rest += [Saved.of(one.path, one.step, None, written=time) for one in checkpoints_of_ray(storage, path)]
+    return [*found[:place], *(one.path for one in others), *(one.name for one in newest_first(rest))]
+
+
+def _newest_file(storage: Storage, directory: str) -> float:
+    """Return when the newest file below a directory was written, in seconds since 1970; 0 if it is unknown."""
+    return max((entry.modified or 0.0 for _, entry in walk(storage, directory)), default=0.0)
 
 
 def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:

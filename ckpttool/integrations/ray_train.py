@@ -191,6 +191,8 @@ class RayTrainCheckpoints:
             CkptError: The save failed, or the previous one in the background; names the worker and the cause. It
                 was neither committed nor reported.
         """
+        if not isinstance(metrics, Mapping):
+            raise ArgumentError("metrics", f"are {brief(metrics)}, not a mapping", 'pass a dict, such as {"loss": 0.5}')
         self.finish()
         first, *_ = engines_by_name(engine).values()
         step = int(getattr(first, "global_steps", 0))

@@ -64,9 +64,15 @@ class GitState:
 
 @functools.cache
 def git_state() -> GitState:
-    """Return the state of the repository of the running script; the first call starts git, and does not wait."""
+    """Return the state of the repository of the running script; the first call starts git, and does not wait.
+
+    A script among installed packages, such as that of a worker of Ray, is not the user's code: its repository would be
+    the one that contains the virtual environment.
+    """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return GitState(os.path.dirname(os.path.abspath(script)) if script else os.getcwd())
+    directory = os.path.dirname(os.path.abspath(script)) if script else os.getcwd()
+    is_installed = {"site-packages", "dist-packages"} & set(directory.split(os.sep))
+    return GitState(os.devnull if is_installed else directory)
 
 
 def begin() -> None:

@@ -72,7 +72,9 @@ def _restored(root: str) -> dict[str, Any]:
     found["swapped"] = _digests(swapped)
     manager.restore({"critic": engines["critic"], "policy": engines["policy"]})
     found["rank states in another order"] = list(manager.restored.rank_states)
-    manager.restore({"critic": engines["critic"]})
+    found["left out"] = refusal(lambda: manager.restore({"critic": engines["critic"]}))
+    found["twice"] = refusal(lambda: manager.restore(dict.fromkeys(engines, engines["critic"])))
+    manager.restore({"critic": engines["critic"]}, weights_only=True)
     found["one by name"] = _digests({"critic": engines["critic"]})
     for name, engine in engines.items():
         ckpttool.load(engine, Path(documented) / name)
@@ -115,6 +117,8 @@ def test_engines_are_one_checkpoint(
         assert found["digests"] == found["swapped"] == saved[0]
         assert found["one by name"] == saved[0][1:]
         assert "several engines: critic, policy; pass the engines by name" in found["alone"]
+        assert "of the engines critic, policy, and policy would not be restored; pass all" in found["left out"]
+        assert "engine: has one engine under two of the names policy, critic" in found["twice"]
         assert "is a checkpoint of the engines critic, policy, and 'other' is not one of them" in found["unknown"]
         assert "'critic' is not one of them" in found["not together"]
         assert found["documented"][1] == saved[0][1]

@@ -261,3 +261,14 @@ def _edit(path: Path, change: Change) -> None:
     file = torch.load(path, weights_only=False)
     change(file)
     torch.save(file, path)
+
+
+def test_a_scheduler_of_another_step_is_refused(checkpoint_copy: Callable[[str], Path]) -> None:
+    """The loop of Ray's page counts no steps of the engine: its scheduler alone tells that two saves are mixed."""
+    root = checkpoint_copy("zero3-dp2-bf16")
+    path = root / "global_step3" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["lr_scheduler"]["last_batch_iteration"] -= 1
+    torch.save(state, path)
+    with refused(LayoutError):
+        open_checkpoint(str(root))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,21 @@ def test_without_git_or_its_answer_a_save_records_none(tmp_path: Path, monkeypat
     assert GitState(str(tmp_path), seconds=0.2).fields(20) == {}
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert GitState(str(tmp_path)).fields(20) == {}
+
+
+def test_a_script_among_installed_packages_is_not_the_users_code(tmp_path: Path) -> None:
+    """As that of a worker of Ray, where the virtual environment is in a repository."""
+    directory = tmp_path / ".venv" / "site-packages"
+    directory.mkdir(parents=True)
+    script = "import ckpttool.saving.provenance as p; print(p.git_state().fields(20))"
+    for path in (tmp_path / "train.py", directory / "worker.py"):
+        path.write_text(script)
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", "train.py")
+    _git(tmp_path, "commit", "--quiet", "-m", "one")
+    for path, count in ((tmp_path / "train.py", 1), (directory / "worker.py", 0)):
+        told = subprocess.run([sys.executable, str(path)], check=True, capture_output=True, text=True).stdout
+        assert told.count("git_revision") == count, told
 
 
 PROVENANCE = {

@@ -227,6 +227,18 @@ def test_a_checkpoint_that_ray_names_and_nobody_reads_is_an_error(tmp_path: Path
     assert entries[OF_RAY].problem == "contains no checkpoint"
 
 
+def test_older_checkpoints_of_the_documented_way_are_tried_too(tmp_path: Path) -> None:
+    names = [f"checkpoint_2026-11-21_16-18-0{n}.826416" for n in range(3)]
+    saved = [str(_save(tmp_path, name, f"global_step{2 * n}")) for n, name in enumerate(names)]
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / names[2]), {*names, "checkpoint_removed"})
+    assert found == saved[::-1]
+    _commit(tmp_path, 1, "aa", 4e9, 1)
+    commit = str(tmp_path / _commit(tmp_path, 3, "bb", 5e9, 2) / "global_step3")
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / names[2]), {p.name for p in tmp_path.iterdir()})
+    assert found[:2] == [saved[2], commit], "of step 4, then of step 3"
+    assert set(saved) < set(found)
+
+
 @pytest.mark.parametrize("step", [2, 3, 8])
 def test_what_ray_got_last_is_newer_than_all_that_it_knows(step: int, tmp_path: Path) -> None:
     names = [_commit(tmp_path, step, "aa", 1.0, 1), _commit(tmp_path, step, "bb", 4e9, 2)]

@@ -292,6 +292,9 @@ def agreed_facts(slices: Sequence[ZeroFiles]) -> Iterator[Fact]:
     optimizer = [file for files in slices for file in files.optimizer]
     for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size"):
         yield Fact(key, model, [f.fields.values.get(key) for f in model])
+    scheduled = [f for f in model if isinstance(f.fields.values.get("lr_scheduler"), dict)]
+    for key in ("last_epoch", "last_batch_iteration"):  # of torch, and of DeepSpeed
+        yield Fact(f"{key} of lr_scheduler", scheduled, [f.fields.values["lr_scheduler"].get(key) for f in scheduled])
     every = [f for f in (*model, *optimizer) if VERSION in f.fields]
     yield Fact(VERSION, every, [f.fields.values.get(VERSION) for f in every])
     configured = [f for f in (*model, *optimizer) if isinstance(f.fields.values.get(CONFIG), dict)]

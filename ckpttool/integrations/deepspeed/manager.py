@@ -518,6 +518,7 @@ class CheckpointManager:
 
         self.restored = None
         engines = engines_by_name(engine)
+        wanted = () if options.weights_only else tuple(engines)
         ranks, storage = self._agreeing_ranks(), self.source
         first: CkptError | None = None
         thin = False
@@ -525,10 +526,11 @@ class CheckpointManager:
             try:
                 opened = [
                     open_together(
-                        path, storage, partial(_open_engine, open_, storage, path, name), ranks, timeout=self._timeout
+                        path, storage, partial(_open_engine, open_, storage, path, name, wanted), ranks,
+                        timeout=self._timeout,
                     )
                     for name in engines
-                ]
+                ]  # fmt: skip
                 if opened[0].thin and fall_back and not options.without_optimizer:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
@@ -759,7 +761,7 @@ def engines_by_name(engine: Any) -> dict[str, Any]:
     """Return engines by name; "" is the name of an engine that is alone.
 
     Raises:
-        ArgumentError: A name cannot name a directory, or the mapping is empty.
+        ArgumentError: A name cannot name a directory, an engine has two names, or the mapping is empty.
     """
     if not isinstance(engine, Mapping):
         return {"": engine}
@@ -769,6 +771,8 @@ def engines_by_name(engine: Any) -> dict[str, Any]:
             raise ArgumentError("engine", problem, "use letters and digits")
     if not engine:
         raise ArgumentError("engine", "is an empty mapping", 'pass engines by name, such as {"policy": engine}')
+    if len({id(one) for one in engine.values()}) < len(engine):
+        raise ArgumentError("engine", f"has one engine under two of the names {', '.join(engine)}", "pass each once")
     return dict(engine)
 
 
@@ -798,11 +802,18 @@ def note_known(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
         known.update({name: weakref.ref(one) for name, one in engines.items()})
 
 
-def _open_engine(open_: Opener, storage: Storage, path: str, name: str) -> Checkpoint:
+def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: Collection[str]) -> Checkpoint:
     """Open a checkpoint, or the checkpoint of one of its engines.
 
+    Args:
+        open_: Opens a checkpoint.
+        storage: Its storage.
+        path: Its directory.
+        name: Name of the engine; "" for one that was saved alone.
+        wanted: The names of all engines that go on from it; empty if only weights are loaded.
+
     Raises:
-        PlanError: It was saved of several engines and one is wanted, or the other way round.
+        PlanError: It was saved of several engines and not all go on from it, or of one, and several are passed.
         CkptError: It cannot be opened.
     """
     try:
@@ -811,6 +822,13 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str) -> Check
             held = f"of the engines {', '.join(names)}" if names else "of one engine, saved alone"
             hint = "pass the engines by the names that they were saved with, or an engine alone"
             raise PlanError(path, f"is a checkpoint {held}, and {brief(name)} is not one of them", hint)
+        left_out = [one for one in names if one not in wanted] if wanted and {*wanted} <= {*names} else []
+        if left_out:
+            problem = (
+                f"is a checkpoint of the engines {', '.join(names)}, and {', '.join(left_out)} would not be restored"
+            )
+            hint = "pass all of its engines, or load one from its directory with ckpttool.load"
+            raise PlanError(path, problem, hint)
         return open_(storage, posixpath.join(path, name) if name else path)
     except (SeveralModelsError, NoCheckpointError) as error:
         if name or not error.directories:
