@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.formats import Source, source_paths
-from ckpttool.formats.locate import holds_checkpoint
+from ckpttool.formats.layouts import Place
 from ckpttool.storage import is_url
 from ckpttool.storage.staging import KEPT
 
@@ -115,7 +115,7 @@ class Run:
                 hint = "if no file is missing, pass allow_partial=True"
                 raise LayoutError(checkpoint.location, checkpoint.unproven, hint, ("allow_partial",))
             self.destination.check_apart(checkpoint)
-        if self.options.overwrite and holds_checkpoint(self.destination.storage, self.destination.out):
+        if self.options.overwrite and Place(self.destination.storage, self.destination.out).holds_checkpoint:
             problem = "contains a checkpoint, with which the output would be mixed"
             raise StorageError(self.destination.out, problem, "choose another OUT")
         return checkpoints

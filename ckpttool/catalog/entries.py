@@ -24,13 +24,8 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import (
-    MAX_TAG,
-    NoCheckpointError,
-    SeveralModelsError,
-    checkpoints_below,
-    refuse_unfinished,
-)
+from ckpttool.formats.layouts import MAX_TAG, Place
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
 from ckpttool.formats.scan import (
     METRICS_OF_RAY,
     OF_RAY,
@@ -40,17 +35,14 @@ from ckpttool.formats.scan import (
     commits,
     has_files_of_tag,
     last_number,
-    named_tag,
     natural_order,
     scan,
     step_of_folder,
 )
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
-from ckpttool.messages import brief
+from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     HALF_REMOVED,
-    LATEST,
-    LATEST_UNIVERSAL,
     MANIFEST,
     MARK,
     is_gone,
@@ -200,12 +192,17 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         raise StorageError(root, problem, "pass a directory that holds checkpoints")
     refuse_unfinished(storage, root)
     storage.list_tree(root)
-    if has_files_of_tag(storage.listing(root)):
+    here = Place(storage, root)
+    beside = here.strays or (here.rank_files if here.rivals and here.tags else [])
+    if here.rank_files and not beside:
         root, directories = parent(root), [Found(storage, parent(root), posixpath.basename(root))]
     else:
-        directories = scan(storage, root, depth=1)
+        directories = here.found
     names = [one.tag for one in directories]
-    named, problems = _named(storage, root, None if len(names) == 1 else names)
+    root_itself = here if root == here.path else Place(storage, root)
+    named, problems = _named(root_itself, None if len(names) == 1 else names)
+    if beside:
+        problems.append(f"{name_some(beside)} in the root itself: of no checkpoint that is listed here")
     try:
         reported = listed_by_ray(storage, root)
     except CkptError as error:
@@ -322,24 +319,20 @@ def _best_of_lightning(state: Mapping[Any, Any]) -> list[str]:
     return [path for path in paths if isinstance(path, str) and path]
 
 
-def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
+def _named(root: Place, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
     """Return the directories that the ``latest`` files of a root name, and the problems of those files."""
     found: set[str] = set()
     problems: list[str] = []
-    for latest in (LATEST, LATEST_UNIVERSAL):
-        path = posixpath.join(root, latest)
-        try:
-            if not storage.exists(path):
-                continue
-            tag = named_tag(storage, root, latest)
-        except CkptError as error:
-            problems.append(f"{latest} cannot be read: {error.problem}")
+    for pointer in filter(None, (root.latest, root.latest_universal)):
+        latest, tag = posixpath.basename(pointer.path), pointer.tag
+        if pointer.error is not None:
+            problems.append(f"{latest} cannot be read: {pointer.error.problem}")
             continue
         if len(tag) > MAX_TAG:
             problems.append(f"{latest} has {len(tag):,} characters, too many for the name of a checkpoint")
             continue
         parts = posixpath.normpath(tag).split("/")
-        if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
+        if not tag or parts[0] in {"", ".", ".."} or not root.storage.is_dir(posixpath.join(root.path, *parts)):
             problems.append(f"{latest} names {brief(tag, 200)}, which does not exist")
         elif names is None or parts[0] in names:
             found.add(parts[0])
@@ -379,7 +372,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        if checkpoint is not None and not holds_one and checkpoint.root in checkpoints_below(storage, path):
+        if checkpoint is not None and not holds_one and checkpoint.root in Place(storage, path).below():
             return None  # its checkpoints belong to another root
         if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
             errors += _own_root(storage, path, holds_one=holds_one)
@@ -709,7 +702,7 @@ def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
     """
     if tags := candidates(storage, path):
         return tags
-    below = [one.removeprefix(path).lstrip("/") for one in checkpoints_below(storage, path)]
+    below = [one.removeprefix(path).lstrip("/") for one in Place(storage, path).below()]
     inner = below[0] if len(below) == 1 else posixpath.commonpath(map(posixpath.dirname, below)) if below else None
     if inner is None:
         return []

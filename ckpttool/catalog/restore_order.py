@@ -7,7 +7,7 @@ import posixpath
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
-from ckpttool.formats.scan import Found, has_files_of_tag, named_tag, natural_order, scan
+from ckpttool.formats.scan import Found, named_tag, natural_order, scan
 from ckpttool.storage import MARK
 from ckpttool.storage.base import MISSING
 
@@ -153,7 +153,7 @@ def _candidates(storage: Storage, root: str) -> list[Found]:
             continue
         committed, inside = one.committed, one.entries
         marked = any(entry.name == MARK for entry in inside)
-        if committed or (not marked and has_files_of_tag(inside)):
+        if committed or (not marked and one.is_tag):
             saved.append(Saved.of(tag, one.step, one.manifest, marked=marked))
     return [found[one.name] for one in newest_first(saved, named)]
 

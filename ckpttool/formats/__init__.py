@@ -18,18 +18,19 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
+from ckpttool.formats.layouts import FILE, MARKED, Place
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
     SeveralModelsError,
     framework_directory,
     locate,
+    refuse_rivals,
     refuse_unfinished,
-    trainer_directories,
 )
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.messages import brief
+from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     WAIT,
     is_half_removed,
@@ -255,22 +256,21 @@ def _open(
     first, *others = paths
     if not unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
-    src = first.rstrip("/") or first
-    if not others and tag is None and storage.exists(src):
-        read = _read_marked if storage.is_dir(src) else _read_unmarked
-        found = read(storage, src) or _newest_whole(storage, src, unfinished, trust_names)
+    here = Place(storage, first.rstrip("/") or first)
+    if not others and tag is None and storage.exists(here.path):
+        found = _open_untagged(here, unfinished, trust_names)
         if found is not None:
             return found
     try:
-        location = locate(storage, first, tag)
+        location = locate(here, tag)
     except LayoutError as error:
         below = error.directories if isinstance(error, NoCheckpointError) else ()
         if isinstance(error, SeveralModelsError):
             raise
-        found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
+        found = _read_unmarked(storage, here.path) if isinstance(error, NoCheckpointError) and not others else None
         if found is None and len(below) > 1:
             raise
-        inner = framework_directory(storage, src, tag) if found is None and not others else None
+        inner = framework_directory(here, tag) if found is None and not others else None
         inner = below[0] if inner is None and below and not others else inner
         if found is None and inner is not None:
             return _open([inner], storage, None, report, unfinished, trust_names)
@@ -278,7 +278,10 @@ def _open(
             raise
         return found
     if others:
-        directories = [locate(storage, other, location.tag if tag else None).directory for other in others]
+        directories = [
+            locate(Place(storage, other.rstrip("/") or other), location.tag if tag else None).directory
+            for other in others
+        ]
         for directory in directories:
             if posixpath.basename(directory) != posixpath.basename(location.directory):
                 problem = f"has a tag other than {location.directory}"
@@ -295,19 +298,41 @@ def _open(
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
+    checkpoint = replace(checkpoint, remarks=(*_of_strays(location), *checkpoint.remarks))
     return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
 
 
-def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+def _of_strays(location: Location) -> list[str]:
+    """Return a remark on the files beside ``latest`` that belong to no tag."""
+    if not location.strays:
+        return []
+    return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
+
+
+def _open_untagged(here: Place, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+    """Open a file, a checkpoint of a format with a marker and without tags, or the newest of a Trainer's run.
+
+    Returns:
+        None for all others.
+    """
+    if here.kind == FILE:
+        return _read_unmarked(here.storage, here.path)
+    if here.kind == MARKED:
+        refuse_rivals(here)
+        return _read_marked(here.storage, here.path)
+    return _newest_whole(here, unfinished, trust_names)
+
+
+def _newest_whole(here: Place, unfinished: bool, trust_names: bool) -> Checkpoint | None:
     """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
     Returns:
         None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    for directory in trainer_directories(storage, src):
+    for directory in here.trainers_only:
         try:
-            found = _open([directory], storage, None, raise_at_once, unfinished, trust_names)
+            found = _open([directory], here.storage, None, raise_at_once, unfinished, trust_names)
         except StorageError:
             raise
         except CkptError as error:
