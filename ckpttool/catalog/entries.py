@@ -22,7 +22,7 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
+from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.layouts import MAX_TAG, Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
@@ -75,6 +75,8 @@ UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomple
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
+NOT_FOLLOWED = "leaves the root: follow_links is not set"
+"""End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
@@ -139,6 +141,11 @@ class CatalogEntry:
     def is_root(self) -> bool:
         """Whether the directory contains checkpoints, but is not one itself."""
         return (self.problem or "").startswith(OWN_ROOT)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether it is not read because a link leads out of the root; nothing is known about its files."""
+        return (self.problem or "").endswith(NOT_FOLLOWED)
 
     @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
@@ -355,7 +362,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     state = "" if found.outside else state_of(storage, path)
     link = found.link
     if link is not None and found.outside:
-        problem = "is a link that leaves the root: follow_links is not set"
+        problem = f"is a link that {NOT_FOLLOWED}"
         return _unread(found, problem, link=link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
@@ -533,6 +540,9 @@ def _first(errors: list[CkptError], path: str) -> str:
     own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
     if own is not None:
         return own.problem
+    link = next((e for e in errors if isinstance(e, LinkError)), None)
+    if link is not None:
+        return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
     inside = errors[0].path.removeprefix(path).lstrip("/")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{inside}: {errors[0].problem}{more}" if inside else f"{errors[0].problem}{more}"

@@ -78,7 +78,7 @@ class Pointer(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A path, and what was found there. Its properties are read on demand.
+    """A path, with its content. Its properties are read on demand.
 
     Every property may raise a StorageError if a directory cannot be read.
     """
@@ -140,7 +140,7 @@ class Place:
         "file"; "tag": the directory of a tag; "engines": the tag of several engines; "root": it contains tags;
         "marked": a checkpoint of a format without tags, by its marker; "run": it contains the checkpoints of a
         framework; "other": weights, another framework's checkpoint, or none. ``latest`` with an existing tag decides
-        over files that lie beside it.
+        over files beside it.
         """
         if not self.storage.is_dir(self.path):
             return FILE
