@@ -24,11 +24,10 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.layouts import MAX_TAG, Place
+from ckpttool.formats.layouts import MAX_TAG, Place, is_of_trainer
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
 from ckpttool.formats.scan import (
     METRICS_OF_RAY,
-    OF_RAY,
     OWN_OF_RAY,
     PREFIX,
     Found,
@@ -220,7 +219,9 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [one for one in results if one is not None]
     if not found:
-        raise LayoutError(root, "holds no checkpoints", "pass the directory that holds their directories")
+        runs = ", ".join(here.runs or here.below())
+        hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
+        raise LayoutError(root, "holds no checkpoints", hint)
     ranked = _with_best(storage, root, _ranked(found), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
 
@@ -369,7 +370,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
-        holds_one = reported or _holds_one(name)
+        holds_one = reported or is_of_trainer(name)
         try:
             checkpoint = _first_model(path, options, errors)
         except NoCheckpointError as error:
@@ -517,11 +518,6 @@ def _unread(found: Found, problem: str, *, link: str | None = None, latest: bool
     return _Listed(entry, Saved(found.tag, -1))
 
 
-def _holds_one(name: str) -> bool:
-    """Return whether trainers give such names to a directory that contains the DeepSpeed checkpoint as a tag."""
-    return step_of_folder(name) is not None or name.endswith(".ckpt") or is_checkpoint_name(name)
-
-
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
     """Return an error for a directory that contains checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
@@ -617,11 +613,6 @@ def _step_in(name: str) -> int:
     """Return the step in the name of a checkpoint; -1 without one."""
     own = OWN_OF_RAY.fullmatch(name)
     return last_number(name) if own is None else int(own[1])
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
-    return bool(OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name))
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:

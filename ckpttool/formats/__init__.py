@@ -25,6 +25,7 @@ from ckpttool.formats.locate import (
     SeveralModelsError,
     framework_directory,
     locate,
+    refuse_part,
     refuse_rivals,
     refuse_unfinished,
 )
@@ -316,6 +317,7 @@ def _open_untagged(here: Place, unfinished: bool, trust_names: bool) -> Checkpoi
         None for all others.
     """
     if here.kind == FILE:
+        refuse_part(here)
         return _read_unmarked(here.storage, here.path)
     if here.kind == MARKED:
         refuse_rivals(here)

@@ -22,10 +22,11 @@ from ckpttool.formats.scan import (
     named_tag,
     natural_order,
     scan,
+    step_of_folder,
     trainer_folders,
 )
 from ckpttool.formats.zero.files import is_of_tag
-from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, is_url
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, is_url, parent
 
 if TYPE_CHECKING:
     from ckpttool.formats.scan import Found
@@ -37,6 +38,10 @@ FILE, TAG, ROOT, ENGINES, RUN, MARKED, OTHER = "file", "tag", "root", "engines",
 """Values of ``Place.kind``."""
 MARKERS = (".metadata", "pytorch_model_fsdp_0/")
 """Markers of the formats whose checkpoints have no tags; a directory's ends with a slash."""
+_PART = re.compile(
+    r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
+)
+"""Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
 _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
 """Directories that DeepSpeed and its converter create in the directory of a tag."""
 
@@ -202,6 +207,15 @@ class Place:
         return [one.path for one in folders if Place(self.storage, one.path).has_file(LATEST)]
 
     @property
+    def whole(self) -> str | None:
+        """The directory of the checkpoint that a file is a part of; None for other files, such as whole weights."""
+        above = parent(self.path)
+        if is_of_tag(self.name) or _PART.fullmatch(self.name):
+            return above
+        tag, inside, _ = above.rpartition("/zero")  # the states of a universal checkpoint
+        return tag if inside and Place(self.storage, tag).rank_files else None
+
+    @property
     def trainers_only(self) -> list[str]:
         """``trainers``, if the directory contains several of them and no other checkpoints."""
         none = self.kind in {RUN, OTHER} and len(self.trainers) > 1
@@ -248,6 +262,14 @@ class Place:
         return [posixpath.join(self.path, name) for name in names if name]
 
     @property
+    def runs(self) -> list[str]:
+        """The directories further below that contain the checkpoints of a run each, such as in Ray's storage path."""
+        below = self.below()
+        above = [posixpath.dirname(path) for path in below]
+        of_run = {up for up, path in zip(above, below, strict=True) if is_of_trainer(posixpath.basename(path))}
+        return sorted((of_run | {up for up in above if above.count(up) > 1}) - {self.path}, key=natural_order)
+
+    @property
     def holds_checkpoint(self) -> bool:
         """Whether it is the directory of a tag or a commit, or a root with ``latest``."""
         return bool(self.rank_files) or any(self.has_file(name) for name in (LATEST, LATEST_UNIVERSAL, MANIFEST))
@@ -281,6 +303,12 @@ class Place:
 def layout_of(name: str) -> RunLayout | None:
     """Return the layout of the run that has a step of this name; None for other names."""
     return next((layout for layout in RUNS if re.fullmatch(layout.pattern, name)), None)
+
+
+def is_of_trainer(name: str) -> bool:
+    """Return whether frameworks, or ckpttool under Ray, choose such names for the directory above a tag."""
+    of_ray = OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name)
+    return of_ray is not None or step_of_folder(name) is not None or name.endswith(".ckpt")
 
 
 def whole_path(path: str) -> str:

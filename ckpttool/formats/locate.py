@@ -12,7 +12,6 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.layouts import ENGINES, FILE, ROOT, Place, is_name, whole_path
 from ckpttool.formats.scan import has_files_of_tag, natural_order, trainer_folders
-from ckpttool.formats.zero.files import parse_name
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, MARK, parent
 
@@ -115,7 +114,8 @@ def locate(here: Place, tag: str | None) -> Location:
     if not storage.exists(src):
         raise StorageError(src, "does not exist", "check the path")
     if here.kind == FILE:
-        raise _no_directory(src)
+        refuse_part(here)
+        raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
     if here.rank_files and here.kind != ROOT and (tag in {None, here.name} or not here.has_tag(tag or "")):
         return _tag_itself(here, tag)
     if tag is None and here.kind == ENGINES:
@@ -131,10 +131,14 @@ def locate(here: Place, tag: str | None) -> Location:
     return Location(src, directory, tag, strays=tuple(here.strays))
 
 
-def _no_directory(src: str) -> StorageError:
-    if parse_name(posixpath.basename(src)):
-        return StorageError(src, "is one file of a checkpoint, not a checkpoint", f"pass {parent(src)}")
-    return StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
+def refuse_part(here: Place) -> None:
+    """Refuse a file that is a part of a checkpoint.
+
+    Raises:
+        StorageError: It is one; names the directory to pass.
+    """
+    if here.whole is not None:
+        raise StorageError(here.path, "is one file of a checkpoint, not a checkpoint", f"pass {here.whole}")
 
 
 def _tag_itself(here: Place, tag: str | None) -> Location:
@@ -281,6 +285,8 @@ def _look_elsewhere(here: Place, below: Sequence[str]) -> str:
     nested = [one.tag for one in trainer_folders(here.found, "-")][::-1] or inside
     if newest := here.newest_of_ray:
         return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
+    if runs := here.runs:
+        return f"pass a run below it: {', '.join(runs[:MAX_RUNS])}"
     if nested:
         return f"pass one of its checkpoints: {', '.join(nested[:MAX_RUNS])}"
     return "pass a checkpoint root (with a file named latest) or a tag's directory"

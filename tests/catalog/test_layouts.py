@@ -224,6 +224,9 @@ TABLE: dict[str, Row] = {
         "",
         "-",
     ),
+    "a storage path of Ray with two checkpoints": Row(
+        {f"run/checkpoint_2026-01-0{day}_00-00-00.000000": "lightning" for day in (1, 2)}, "-", "", "-"
+    ),
     "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3", "-"),
     "a step of verl": Row({"": "verl"}, "global_step_3/actor", "actor", "-", "global_step_3"),
     "verl, latest of a missing step": Row(
@@ -317,6 +320,14 @@ def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: 
         if answer != row[1:4]:
             wrong[name] = answer
     assert wrong == {}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("a storage path")])
+def test_ls_names_the_run_below(name: str, tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE[name].layout, temporary)
+    with refused(CkptError):
+        ckpttool.ls(tmp_path / "run")
+    assert ckpttool.ls(tmp_path / "run/run").entries
 
 
 @pytest.mark.parametrize("name", ["rank files beside latest", "DCP beside latest", "one stray beside latest"])
