@@ -30,6 +30,7 @@ from ckpttool.formats.locate import (
     refuse_unfinished,
 )
 from ckpttool.formats.sidecars import with_rank_states
+from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
@@ -222,7 +223,13 @@ def open_checkpoint(
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
     with opening((options or {}).get(OPEN_BUDGET, 1.0)):
-        checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
+        explainer = Explainer(storage, report)
+        try:
+            checkpoint = _open(places, storage, tag, explainer, unfinished, trust_names)
+        except CkptError as error:
+            if (better := explainer.explain(error)) is error:
+                raise
+            raise better from error
     # One listing detects files that changed meanwhile; local files are checked when they are read.
     if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
