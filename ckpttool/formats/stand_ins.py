@@ -1,6 +1,6 @@
 """Files in the place of a checkpoint's: pointers of git-lfs and git-annex, error pages, compressed files, dead links.
 
-An error about such a file is replaced by one that says what it is, and what brings the content.
+An error about such a file is replaced by one that names the stand-in, with the command that brings the content.
 
 Source: git-lfs, docs/spec.md (the first line of a pointer); git-annex, doc/internals/pointer_file.mdwn; RFC 1952 and
 8878 (the first bytes of gzip and Zstandard).
@@ -33,7 +33,7 @@ STAND_INS = (
     (rb"\x1f\x8b", "is compressed with gzip", "decompress it, under its name without .gz"),
     (rb"\x28\xb5\x2f\xfd", "is compressed with Zstandard", "decompress it, under its name without .zst"),
 )
-"""Patterns of the first bytes of a file, what it is, and the next step."""
+"""Patterns of the first bytes of a file, its description, and the next step."""
 
 
 class Explainer:

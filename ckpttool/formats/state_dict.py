@@ -83,6 +83,8 @@ class StateDict:
     """Parameters that every rank has whole, beside DTensors."""
     left_out: str = ""
     """Why the optimizer's states are not read."""
+    unread: list[str] = field(default_factory=list)
+    """Tensors that are objects of an unknown class, with their file."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored several times."""
     remarks: tuple[str, ...] = ()

@@ -259,14 +259,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     items = _items(torch)
     for name, value in items.items():
         if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
-            kind = next(
-                (
-                    part.name
-                    for part in value.args
-                    if isinstance(part, Opaque) and part.how == "global" and not part.name.startswith("_")
-                ),
-                value.name,
-            )
+            kind = class_of(value)
             problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or not a plain tensor"
             raise LayoutError(torch.path, problem, WHOLE)
         if FLAT.fullmatch(str(name).rpartition(".")[2]):
@@ -286,6 +279,12 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
         else:
             result[name] = whole_tensor(torch, index, ref)
     return result
+
+
+def class_of(value: Opaque) -> str:
+    """Return the class of an object that is not a plain tensor; if a function rebuilds it, the class that it passes."""
+    passed = (part.name for part in value.args if isinstance(part, Opaque) and part.how == "global")
+    return next((name for name in passed if not name.startswith("_")), value.name)
 
 
 def _items(torch: TorchFile) -> dict[Any, Any]:
