@@ -206,6 +206,7 @@ def _read_files(
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
+    _refuse_empty(posixpath.join(location.directory, names[0]), states)
     checkpoint = checkpoint_of_weights(storage, location, kind.format, tuple(files), states, aliases)
     checkpoint = replace(checkpoint, remarks=tuple(remarks))
     if first_part is None or not saves:
@@ -288,10 +289,26 @@ def class_of(value: Opaque) -> str:
 
 
 def _items(torch: TorchFile) -> dict[Any, Any]:
-    root = torch.root
-    if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
-        root = root["state_dict"]
-    return root if isinstance(root, dict) else {}
+    """Return the state dict of a file: the file's own, or the only one in it.
+
+    Raises:
+        LayoutError: The file contains several.
+    """
+    root: dict[Any, Any] = torch.root if isinstance(torch.root, dict) else {}
+    named = isinstance(root.get("state_dict"), dict)
+    inner = ["state_dict"] if named else [key for key, value in root.items() if _is_state_dict(value)]
+    if not inner or (not named and any(isinstance(value, TensorRef) for value in root.values())):
+        return root
+    if len(inner) > 1:
+        names = ", ".join(brief(key) for key in inner[:5])
+        hint = f"save one of them alone: torch.save(torch.load(FILE)[{brief(inner[0])}], OUT)"
+        raise LayoutError(torch.path, f"holds several state dicts: {names}", hint)
+    found: dict[Any, Any] = root[inner[0]]
+    return found
+
+
+def _is_state_dict(value: object) -> bool:
+    return isinstance(value, dict) and any(isinstance(tensor, TensorRef) for tensor in value.values())
 
 
 def _is_array(value: object) -> bool:
@@ -299,14 +316,38 @@ def _is_array(value: object) -> bool:
 
 
 def _left_out(torch: TorchFile) -> list[str]:
-    """Return a remark on the entries other than tensors that contain tensors or numpy's arrays."""
-    found = [
+    """Return remarks on the entries that contain tensors or numpy's arrays, and are not the weights."""
+    items = _items(torch)
+    inside = [
         brief(name)
-        for name, value in _items(torch).items()
+        for name, value in items.items()
         if not isinstance(value, TensorRef) and any(map(_is_array, walk(value)))
     ]
-    names = ", ".join(found[:5]) + (" ..." if len(found) > 5 else "")
-    return [f"{torch.path}: the arrays inside {names} are left out: only whole tensors are weights"] if found else []
+    beside = (
+        [brief(name) for name, value in torch.root.items() if value is not items] if items is not torch.root else []
+    )
+    remarks = []
+    if inside:
+        names = ", ".join(inside[:5]) + (" ..." if len(inside) > 5 else "")
+        remarks.append(f"{torch.path}: the arrays inside {names} are left out: only whole tensors are weights")
+    if beside and "state_dict" not in torch.root:
+        remarks.append(f"{torch.path}: only its state dict is read: {', '.join(beside[:5])} beside it is left out")
+    return remarks
+
+
+def _refuse_empty(path: str, states: Mapping[str, State]) -> None:
+    """Refuse weights without elements, as an engine at ZeRO stage 3 has them between two steps.
+
+    Source: DeepSpeed 0.19, runtime/zero/partition_parameters.py (``free_param``: an empty tensor of shape (0,)).
+
+    Raises:
+        LayoutError: A quarter of the weights or more have no elements.
+    """
+    empty = [name for name, state in states.items() if state.shape == (0,)]
+    if len(empty) * 4 >= len(states) > 0 and empty:
+        problem = f"holds {len(empty)} of {len(states)} weights without elements: ZeRO stage 3 had partitioned them"
+        hint = "consolidate the checkpoint that engine.save_checkpoint wrote; or save with engine.save_16bit_model"
+        raise LayoutError(path, problem, hint)
 
 
 def _dtype(states: Mapping[str, State]) -> str:
