@@ -439,6 +439,7 @@ def consolidate(  # noqa: PLR0913  public API
         overwrite=overwrite,
         allow_partial=allow_partial,
         trust_names=trust_names,
+        module_only=weights_from == "module",
         storage_options=storage_options,
     )
     chosen = WeightChoice(

@@ -200,6 +200,7 @@ def open_checkpoint(
     unfinished: bool = False,
     storage: Storage | None = None,
     trust_names: bool = False,
+    module_only: bool = False,
 ) -> Checkpoint:
     """Read the layout of a checkpoint of any format.
 
@@ -212,6 +213,7 @@ def open_checkpoint(
         unfinished: Also read checkpoints with ckpttool's in-progress marker.
         storage: Its storage; default: opened by the path.
         trust_names: Accept files whose recorded name differs from their name.
+        module_only: Accept a checkpoint of stage 1 or 2 with the file of the model alone.
 
     Raises:
         CkptError: The checkpoint is missing or damaged.
@@ -225,7 +227,7 @@ def open_checkpoint(
     with opening((options or {}).get(OPEN_BUDGET, 1.0)):
         explainer = Explainer(storage, report)
         try:
-            checkpoint = _open(places, storage, tag, explainer, unfinished, trust_names)
+            checkpoint = _open(places, storage, tag, explainer, Accepted(unfinished, trust_names, module_only))
         except CkptError as error:
             if (better := explainer.explain(error)) is error:
                 raise
@@ -258,15 +260,21 @@ def opening_options(
     return {**(storage_options or {}), **own} if own else storage_options
 
 
-def _open(
-    paths: Sequence[str], storage: Storage, tag: str | None, report: Report, unfinished: bool, trust_names: bool
-) -> Checkpoint:
+class Accepted(NamedTuple):
+    """Checkpoints to open that are otherwise refused; the fields are parameters of ``open_checkpoint``."""
+
+    unfinished: bool
+    trust_names: bool
+    module_only: bool
+
+
+def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Report, accepted: Accepted) -> Checkpoint:
     first, *others = paths
-    if not unfinished and storage.exists(first):
+    if not accepted.unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
     here = Place(storage, first.rstrip("/") or first)
     if not others and tag is None and storage.exists(here.path):
-        found = _open_untagged(here, unfinished, trust_names)
+        found = _open_untagged(here, accepted)
         if found is not None:
             return found
     try:
@@ -281,7 +289,7 @@ def _open(
         inner = framework_directory(here, tag) if found is None and not others else None
         inner = below[0] if inner is None and below and not others else inner
         if found is None and inner is not None:
-            return _open([inner], storage, None, report, unfinished, trust_names)
+            return _open([inner], storage, None, report, accepted)
         if found is None:
             raise
         return found
@@ -297,8 +305,8 @@ def _open(
                     directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
                 )
         location = Location(location.root, location.directory, location.tag, tuple(directories))
-    location = location._replace(trust_names=trust_names)
-    for directory in {location.root, location.directory} if not unfinished else ():
+    location = location._replace(trust_names=accepted.trust_names, module_only=accepted.module_only)
+    for directory in {location.root, location.directory} if not accepted.unfinished else ():
         refuse_unfinished(storage, directory)
     checked: ChecksummedStorage | None = None
     try:
@@ -317,7 +325,7 @@ def _of_strays(location: Location) -> list[str]:
     return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
 
 
-def _open_untagged(here: Place, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+def _open_untagged(here: Place, accepted: Accepted) -> Checkpoint | None:
     """Open a file, a checkpoint of a format with a marker and without tags, or the newest of a Trainer's run.
 
     Returns:
@@ -329,10 +337,10 @@ def _open_untagged(here: Place, unfinished: bool, trust_names: bool) -> Checkpoi
     if here.kind == MARKED:
         refuse_rivals(here)
         return _read_marked(here.storage, here.path)
-    return _newest_whole(here, unfinished, trust_names)
+    return _newest_whole(here, accepted)
 
 
-def _newest_whole(here: Place, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
     """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
     Returns:
@@ -341,7 +349,7 @@ def _newest_whole(here: Place, unfinished: bool, trust_names: bool) -> Checkpoin
     torn: list[CkptError] = []
     for directory in here.trainers_only:
         try:
-            found = _open([directory], here.storage, None, raise_at_once, unfinished, trust_names)
+            found = _open([directory], here.storage, None, raise_at_once, accepted)
         except StorageError:
             raise
         except CkptError as error:

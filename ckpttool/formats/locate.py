@@ -94,6 +94,8 @@ class Location(NamedTuple):
     """Names of files beside ``latest`` that belong to no tag."""
     trust_names: bool = False
     """Whether to accept files whose recorded name differs from their name."""
+    module_only: bool = False
+    """Whether the model's own weights suffice, where all files of the optimizer are gone."""
     order: tuple[str, ...] = ()
     """Parameters in the order of the optimizer, for files that number them; empty if it is unknown."""
 
