@@ -500,3 +500,12 @@ def test_an_unknown_class_is_named_and_the_rest_is_read(what: str, tmp_path: Pat
     assert any("as a Quantised, which is not a plain tensor" in note for note in report.notes)
     with refused(LayoutError):
         ckpttool.convert(saved, tmp_path / "converted", to="dcp")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_export_of_schedule_frees_training_point_is_noted(training: bool, tmp_path: Path) -> None:
+    options = {"params": ["weight"], "lr": 0.1, "train_mode": training}
+    states = {"state": {"weight": {"z": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": [options]}
+    saved = _save({"model": {"weight": torch.ones(3)}, "optimizer": states}, tmp_path / "saved")
+    notes = ckpttool.consolidate(saved, tmp_path / "out", to="safetensors").notes
+    assert any("schedule-free" in note for note in notes) == training
