@@ -12,7 +12,7 @@ import ckpttool
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
-from ckpttool.storage import open_storage
+from ckpttool.storage import aside_name, open_storage
 from ckpttool.storage.confined import local_storage
 from tests import sampling
 from tests.truth import HERE, source
@@ -226,6 +226,64 @@ TABLE: dict[str, Row] = {
     ),
     "a storage path of Ray with two checkpoints": Row(
         {f"run/checkpoint_2026-01-0{day}_00-00-00.000000": "lightning" for day in (1, 2)}, "-", "", "-"
+    ),
+    "latest with a byte order mark": Row({**STEPS, "latest": ">\ufeffstep6\n"}, "step6", "step3 step6*", "step6 step3"),
+    "latest with a slash": Row({**STEPS, "latest": ">./step6/"}, "step6", "step3 step6*", "step6 step3"),
+    "latest with blanks": Row({**STEPS, "latest": ">  step6 \n"}, "step6", "step3 step6*", "step6 step3"),
+    "latest beside latest_universal": Row(
+        {**ROOT, "latest_universal": ">step3"}, "step6", "step3* step6*", "step6 step3"
+    ),
+    "latest_universal alone": Row({**STEPS, "latest_universal": ">step3"}, "step3", "step6 step3*", "step6 step3"),
+    "a hidden tag": Row({**ROOT, ".step9": "tag"}, "step6", ".step9 step3 step6*", "step6 step3"),
+    "a directory that is half removed": Row(
+        {**ROOT, aside_name("step9"): "tag"}, "step6", f"step3 step6* {aside_name('step9')}!", "step6 step3"
+    ),
+    "an uncommitted save": Row(
+        {**ROOT, "step9": "tag", "step9/.ckpttool-staging": ">{}"}, "step6", "step3 step6* step9!", "step6 step3"
+    ),
+    "a root that is being written": Row({**ROOT, ".ckpttool-staging": ">{}"}, "-", "", "step6 step3"),
+    "a pointer of git-lfs in a tag": Row(
+        {**ROOT, "step6/mp_rank_00_model_states.pt": ">version https://git-lfs.github.com/spec/v1"},
+        "-",
+        "step3 step6*!",
+        "step6 step3",
+    ),
+    "a dead link in a tag": Row(
+        {
+            "step3": "tag",
+            "step6": "tag without mp_rank*",
+            "step6/mp_rank_00_model_states.pt": "@gone",
+            "latest": ">step6",
+        },
+        "-",
+        "step3 step6*!",
+        "step6 step3",
+    ),
+    "dead links alone": Row({"model.safetensors": "@../../blobs/1"}, "-", "", "-"),
+    "Orbax": Row({"_CHECKPOINT_METADATA": ">x", "d/0": ">x"}, "-", "", "-"),
+    "Orbax beside latest": Row({**ROOT, "_CHECKPOINT_METADATA": ">x"}, "step6", "step3 step6*", "step6 step3"),
+    "Megatron": Row(
+        {"latest_checkpointed_iteration.txt": ">5", "iter_0000005/mp_rank_00/model_optim_rng.pt": ">x"}, "-", "", "-"
+    ),
+    "Megatron-DeepSpeed": Row(
+        {**ROOT, "latest_checkpointed_iteration.txt": ">6"}, "step6", "step3 step6*", "step6 step3"
+    ),
+    "FSDP1 of Accelerate": Row({"pytorch_model_fsdp_rank0.bin": ">x"}, "-", "", "-"),
+    "an adapter": Row({"adapter_config.json": ">{}", "": "safetensors"}, ".", "", "-"),
+    "weights beside one tag": Row({"step3": "tag", "": "safetensors"}, "step3", "step3", "step3"),
+    "a tag with weights": Row({**ROOT, "step6/x": "safetensors"}, "step6", "step6*", "-", "step6"),
+    "DCP beside tags": Row({**STEPS, "": "dcp"}, "-", "step3 step6", "step6 step3"),
+    "a missing path": Row({}, "-", "", "-", "gone"),
+    "a tag in a run of a Trainer, by its path": Row(
+        {"checkpoint-3": "trainer"}, "checkpoint-3/global_step3", "global_step3*", "-", "checkpoint-3/global_step3"
+    ),
+    "rank files alone": Row({"": "tag"}, ".", "run", "-"),
+    "rank files in a Trainer's checkpoint": Row(
+        {"checkpoint-3": "trainer", "checkpoint-3/mp_rank_00_model_states.pt": ">x"},
+        "checkpoint-3/global_step3",
+        "global_step3*",
+        "global_step3",
+        "checkpoint-3",
     ),
     "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3", "-"),
     "a step of verl": Row({"": "verl"}, "global_step_3/actor", "actor", "-", "global_step_3"),
