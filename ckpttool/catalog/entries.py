@@ -9,7 +9,6 @@ Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import re
 from dataclasses import dataclass, replace
@@ -50,6 +49,7 @@ from ckpttool.storage import (
     local_path,
     open_storage,
     parent,
+    read_json,
     walk,
     without_credentials,
 )
@@ -308,14 +308,7 @@ def _best_in(storage: Storage, path: str) -> list[str]:
         CkptError: The file cannot be read.
     """
     hint = "restore it from a copy, or remove it"
-    with storage.open(path) as reader:
-        if reader.nbytes > MAX_TRAINER_STATE:
-            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a trainer's state", hint)
-        data = reader.read(0, reader.nbytes)
-    try:
-        best = json.loads(data).get("best_model_checkpoint")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not the state of a trainer", hint) from error
+    best = read_json(storage, path, "the state of a trainer", hint, MAX_TRAINER_STATE).get("best_model_checkpoint")
     return [best] if isinstance(best, str) else []
 
 
@@ -750,15 +743,13 @@ def _snapshot(storage: Storage, run: str) -> tuple[list[str], str]:
     if not storage.exists(path):
         return [], ""
     hint = "a run may be writing it: try again; or start that run with the Ray release that wrote it"
+    what = "a snapshot of Ray Train's checkpoints"
+    found = read_json(storage, path, what, hint, MAX_BYTES)
     try:
-        with storage.open(path) as reader:
-            if reader.nbytes > MAX_BYTES:
-                raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a snapshot", hint)
-            found = json.loads(reader.read(0, reader.nbytes))
         latest = found["latest_checkpoint_result"]
         return [_name(result) for result in found["checkpoint_results"]], _name(latest) if latest else ""
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not a snapshot of Ray Train's checkpoints", hint) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LayoutError(path, f"is not {what}", hint) from error
 
 
 def _name(result: Any) -> str:

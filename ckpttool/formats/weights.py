@@ -31,7 +31,7 @@ from ckpttool.model import (
     State,
     Topology,
 )
-from ckpttool.storage import parent
+from ckpttool.storage import parent, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,11 +129,10 @@ def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
 
 
 def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
-    try:
-        weight_map = json.loads(storage.read_text(path))["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not an index of weights", RESTORE) from error
+    weight_map = read_json(storage, path, "an index of weights", RESTORE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise LayoutError(path, "is not an index of weights", RESTORE)
+    files = sorted({str(name) for name in weight_map.values()})
     if not files:
         raise LayoutError(path, "names no file", RESTORE)
     for name in files:

@@ -359,10 +359,9 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
 
 
 def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
-    on_disk = {
-        n for n, r in TABLE.items() if not r.layout or any(w[0] == "@" or w == "empty" for w in r.layout.values())
-    }
-    rows = {name: TABLE[name] for name in sampling.some([name for name in TABLE if name not in on_disk], 16)}
+    possible = [n for n, r in TABLE.items() if r.layout and not any(w[0] in "@e" for w in r.layout.values())]
+    possible.remove("a directory that is half removed")  # a bucket renames no directory: a marker tells it
+    rows = {name: TABLE[name] for name in sampling.some(possible, 20)}
     for number, row in enumerate(rows.values()):
         build(tmp_path / str(number) / "run", row.layout, temporary)
     s3.upload(tmp_path, "all")
