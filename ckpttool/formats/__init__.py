@@ -18,12 +18,12 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import FILE, MARKED, Place
+from ckpttool.formats.layouts import FILE, MARKED, OTHER, RUN, Place
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
     SeveralModelsError,
-    framework_directory,
+    inner_directory,
     locate,
     refuse_part,
     refuse_rivals,
@@ -273,26 +273,11 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
     if not accepted.unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
     here = Place(storage, first.rstrip("/") or first)
-    if not others and tag is None and storage.exists(here.path):
-        found = _open_untagged(here, accepted)
+    if not others and storage.exists(here.path):
+        found = _open_other(here, tag, report, accepted)
         if found is not None:
             return found
-    try:
-        location = locate(here, tag)
-    except LayoutError as error:
-        below = error.directories if isinstance(error, NoCheckpointError) else ()
-        if isinstance(error, SeveralModelsError):
-            raise
-        found = _read_unmarked(storage, here.path) if isinstance(error, NoCheckpointError) and not others else None
-        if found is None and len(below) > 1:
-            raise
-        inner = framework_directory(here, tag) if found is None and not others else None
-        inner = below[0] if inner is None and below and not others else inner
-        if found is None and inner is not None:
-            return _open([inner], storage, None, report, accepted)
-        if found is None:
-            raise
-        return found
+    location = locate(here, tag)
     if others:
         directories = [
             locate(Place(storage, other.rstrip("/") or other), location.tag if tag else None).directory
@@ -304,7 +289,7 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
                 raise LayoutError(
                     directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
                 )
-        location = Location(location.root, location.directory, location.tag, tuple(directories))
+        location = location._replace(others=tuple(directories))
     location = location._replace(trust_names=accepted.trust_names, module_only=accepted.module_only)
     for directory in {location.root, location.directory} if not accepted.unfinished else ():
         refuse_unfinished(storage, directory)
@@ -325,19 +310,26 @@ def _of_strays(location: Location) -> list[str]:
     return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
 
 
-def _open_untagged(here: Place, accepted: Accepted) -> Checkpoint | None:
-    """Open a file, a checkpoint of a format with a marker and without tags, or the newest of a Trainer's run.
+def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted) -> Checkpoint | None:
+    """Open a file, a checkpoint of a format without tags, or the newest checkpoint in the directory of a run.
 
     Returns:
-        None for all others.
+        None for the directory or the root of a tag, and where nothing is found.
     """
-    if here.kind == FILE:
+    if tag is None and here.kind == FILE:
         refuse_part(here)
         return _read_unmarked(here.storage, here.path)
-    if here.kind == MARKED:
+    if tag is None and here.kind == MARKED:
         refuse_rivals(here)
         return _read_marked(here.storage, here.path)
-    return _newest_whole(here, accepted)
+    if here.kind not in {RUN, OTHER}:
+        return None
+    if tag is None and here.trainers:
+        return _newest_whole(here, accepted)
+    found = _read_unmarked(here.storage, here.path) if tag is None else None
+    if found is None and (inner := inner_directory(here, tag)) is not None:
+        return _open([inner], here.storage, None, report, accepted)
+    return found
 
 
 def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
@@ -347,7 +339,7 @@ def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
         None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    for directory in here.trainers_only:
+    for directory in here.trainers if len(here.trainers) > 1 else ():
         try:
             found = _open([directory], here.storage, None, raise_at_once, accepted)
         except StorageError:

@@ -215,12 +215,6 @@ class Place:
         tag, inside, _ = above.rpartition("/zero")  # the states of a universal checkpoint
         return tag if inside and Place(self.storage, tag).rank_files else None
 
-    @property
-    def trainers_only(self) -> list[str]:
-        """``trainers``, if the directory contains several of them and no other checkpoints."""
-        none = self.kind in {RUN, OTHER} and len(self.trainers) > 1
-        return self.trainers if none else []
-
     @cached_property
     def steps(self) -> list[str]:
         """The names of the directories of a run of ``RUNS``, the oldest first."""

@@ -234,21 +234,24 @@ def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:
     return None
 
 
-def framework_directory(here: Place, tag: str | None) -> str | None:
-    """Return the directory of a checkpoint in the root of a run of verl, torchtitan, or the Trainer with FSDP.
+def inner_directory(here: Place, tag: str | None) -> str | None:
+    """Return the directory of a checkpoint below the root of a run, or below a directory with one checkpoint.
 
     Args:
-        here: The root.
-        tag: Name of the directory; None for the newest that is complete by its names.
+        here: A run of verl, torchtitan, or the Trainer with FSDP; a step of verl; or another directory.
+        tag: Name of a step; None for the newest that is complete by its names.
 
     Raises:
         LayoutError: The run has no such step, or the step has the checkpoints of several models.
     """
-    storage, src, found = here.storage, here.path, here.steps
+    below = here.below() if tag is None else []
+    if len(below) > 1:
+        return None
+    found = here.steps
     choose = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
     if tag is not None:
         if found and tag not in found:
-            raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", choose, ("tag",))
+            raise LayoutError(here.path, f"holds no checkpoint of tag {brief(tag, 200)}", choose, ("tag",))
         found = [name for name in found if name == tag]
     elif here.step_pointer is not None:
         path, named, _ = here.step_pointer
@@ -256,12 +259,13 @@ def framework_directory(here: Place, tag: str | None) -> str | None:
             raise LayoutError(path, f"names {brief(named, 200)}, which is not there", choose, ("tag",))
         found = [named]
     for name in reversed(found):
-        step = Place(storage, posixpath.join(src, name))
+        step = Place(here.storage, posixpath.join(here.path, name))
         if step.is_complete_step:
             return step.path
         if step.models:
             return _only_model(step)
-    return _only_model(here) if tag is None else None
+    inner = _only_model(here) if tag is None else None
+    return below[0] if inner is None and below else inner
 
 
 def _only_model(step: Place) -> str | None:
