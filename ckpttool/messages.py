@@ -6,7 +6,10 @@ All text for people or logs (errors, log lines, tables, JSON, tracebacks) passes
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_TEXT = 4096
 """Most characters of a path, a problem or a hint in an error line."""
@@ -104,6 +107,12 @@ def short_words(text: str) -> str:
     if len(text) <= MAX_WORD:
         return text
     return re.sub(rf"\S{{{MAX_WORD + 1},}}", lambda found: f"{found[0][:100]}...{found[0][-50:]}", text)
+
+
+def name_some(names: Sequence[str], most: int = 1) -> str:
+    """Return the first names of a list, for one line."""
+    shown = ", ".join(brief(name, 200).strip("'") for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def brief(value: object, limit: int = 100) -> str:

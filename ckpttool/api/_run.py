@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.formats import Source, source_paths
-from ckpttool.formats.locate import holds_checkpoint
-from ckpttool.storage import is_url
+from ckpttool.formats.layouts import Place
+from ckpttool.storage import is_url, local_path, without_credentials
 from ckpttool.storage.staging import KEPT
 
 if TYPE_CHECKING:
@@ -109,13 +109,13 @@ class Run:
             openings.append(_in_background(opened) if concurrent else opened)
         if not self.options.resume:
             self.destination.check_target(overwrite=self.options.overwrite)
-        checkpoints = [opened() for opened in openings]
+        checkpoints = [_with_origin(opened(), src) for opened, src in zip(openings, sources, strict=True)]
         for checkpoint in checkpoints:
             if checkpoint.unproven and not self.options.allow_partial:
                 hint = "if no file is missing, pass allow_partial=True"
                 raise LayoutError(checkpoint.location, checkpoint.unproven, hint, ("allow_partial",))
             self.destination.check_apart(checkpoint)
-        if self.options.overwrite and holds_checkpoint(self.destination.storage, self.destination.out):
+        if self.options.overwrite and Place(self.destination.storage, self.destination.out).holds_checkpoint:
             problem = "contains a checkpoint, with which the output would be mixed"
             raise StorageError(self.destination.out, problem, "choose another OUT")
         return checkpoints
@@ -208,3 +208,12 @@ def _workers_for(ray: bool | str | None, destination: Destination) -> AbstractCo
 
     destination.check_shareable()
     return RayCluster("" if ray is True else ray)
+
+
+def _with_origin(checkpoint: Checkpoint, src: Source) -> Checkpoint:
+    """Add a remark that names the checkpoint, if the source is a directory above its root, such as a run's."""
+    paths = source_paths(src)
+    given = without_credentials(local_path(paths[0])).rstrip("/")
+    if len(paths) > 1 or given in {"", "."} or not checkpoint.root.startswith(f"{given}/"):
+        return checkpoint
+    return replace(checkpoint, remarks=(f"read from {checkpoint.location}", *checkpoint.remarks))

@@ -21,7 +21,7 @@ from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
-from ckpttool.storage import connect, local_path, open_storage, without_credentials
+from ckpttool.storage import connect, local_path, open_storage, read_json, without_credentials
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
@@ -278,13 +278,7 @@ def _config(checkpoint: Checkpoint, adapter: str, *, alone: bool) -> dict[str, A
     if path is None:
         problem = f"has no {CONFIG}, which records the scaling of the adapter"
         raise PlanError(checkpoint.root, problem, f"copy the one of the training run to {paths[-1]}")
-    try:
-        config = json.loads(storage.read_text(path))
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise LayoutError(path, "is not a JSON object", "restore it from a copy")
-    return config
+    return read_json(storage, path, "a JSON object", "restore it from a copy")
 
 
 def _untied(file: SidecarFile) -> SidecarFile:
@@ -439,6 +433,7 @@ def consolidate(  # noqa: PLR0913  public API
         overwrite=overwrite,
         allow_partial=allow_partial,
         trust_names=trust_names,
+        module_only=weights_from == "module",
         storage_options=storage_options,
     )
     chosen = WeightChoice(

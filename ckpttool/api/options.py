@@ -57,6 +57,8 @@ class Options:
     """Accept a checkpoint whose files cannot be proven to be all."""
     trust_names: bool = False
     """Accept renamed files (the name recorded inside differs). By default they are refused."""
+    module_only: bool = False
+    """Accept a checkpoint with the files of the model alone."""
     storage_options: Mapping[str, Any] | None = None
     """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
 
@@ -84,7 +86,12 @@ class Options:
             CkptError: The checkpoint is missing or damaged.
         """
         return open_checkpoint(
-            src, tag=self.tag, options=self.storage_options, unfinished=unfinished, trust_names=self.trust_names
+            src,
+            tag=self.tag,
+            options=self.storage_options,
+            unfinished=unfinished,
+            trust_names=self.trust_names,
+            module_only=self.module_only,
         )
 
     def read_checks(self, sources: tuple[SourceFile, ...], checkpoint: Checkpoint) -> ReadChecks | None:

@@ -17,7 +17,7 @@ from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutErro
 from ckpttool.execution.checks import archive_records
 from ckpttool.execution.output import mode_of_file
 from ckpttool.formats import FORMATS, open_checkpoint
-from ckpttool.formats.locate import OF_VERL, VERL_LATEST, VERL_STEP
+from ckpttool.formats.layouts import VERL
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
@@ -208,7 +208,7 @@ def step_sidecars(checkpoint: Checkpoint, below: str) -> RootSidecars:
         below: As by ``below_run``.
     """
     step, _, model = below.rpartition("/")
-    if not step or model not in OF_VERL:
+    if not step or model not in VERL.models:
         return RootSidecars({}, ())
     source, above = connect(checkpoint.storage), posixpath.dirname(checkpoint.location)
     entries = [entry for entry in source.listing(above) if entry.name != model]
@@ -216,8 +216,8 @@ def step_sidecars(checkpoint: Checkpoint, below: str) -> RootSidecars:
     found = {f"{step}/{name}": _content(source, posixpath.join(above, name)) for name in small}
     other = [entry.name for entry in entries if entry.name not in small]
     notes = (f"not copied: other parts of the step ({', '.join(other[:MAX_NAMED])})",) if other else ()
-    number = posixpath.basename(step).removeprefix(VERL_STEP)
-    return RootSidecars({**found, VERL_LATEST: number.encode()}, notes)
+    number = posixpath.basename(step).removeprefix(VERL.prefix)
+    return RootSidecars({**found, VERL.pointer: number.encode()}, notes)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

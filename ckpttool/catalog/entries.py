@@ -9,7 +9,6 @@ Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import re
 from dataclasses import dataclass, replace
@@ -22,35 +21,26 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
-from ckpttool.errors import CkptError, ContainerError, LayoutError, StorageError, TruncatedError
+from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.locate import (
-    MAX_TAG,
-    NoCheckpointError,
-    SeveralModelsError,
-    checkpoints_below,
-    refuse_unfinished,
-)
+from ckpttool.formats.layouts import MAX_TAG, Place, is_of_trainer
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
 from ckpttool.formats.scan import (
     METRICS_OF_RAY,
-    OF_RAY,
     OWN_OF_RAY,
     PREFIX,
     Found,
     commits,
     has_files_of_tag,
     last_number,
-    named_tag,
     natural_order,
     scan,
     step_of_folder,
 )
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
-from ckpttool.messages import brief
+from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     HALF_REMOVED,
-    LATEST,
-    LATEST_UNIVERSAL,
     MANIFEST,
     MARK,
     is_gone,
@@ -59,6 +49,7 @@ from ckpttool.storage import (
     local_path,
     open_storage,
     parent,
+    read_json,
     walk,
     without_credentials,
 )
@@ -83,6 +74,8 @@ UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomple
 """Values of ``CatalogEntry.torn``."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
+NOT_FOLLOWED = "leaves the root: follow_links is not set"
+"""End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
@@ -149,6 +142,11 @@ class CatalogEntry:
         return (self.problem or "").startswith(OWN_ROOT)
 
     @property
+    def is_unread(self) -> bool:
+        """Whether it is not read because a link leads out of the root; nothing is known about its files."""
+        return (self.problem or "").endswith(NOT_FOLLOWED)
+
+    @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
         """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
         return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
@@ -200,12 +198,17 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         raise StorageError(root, problem, "pass a directory that holds checkpoints")
     refuse_unfinished(storage, root)
     storage.list_tree(root)
-    if has_files_of_tag(storage.listing(root)):
+    here = Place(storage, root)
+    beside = here.strays or (here.rank_files if here.rivals and here.tags else [])
+    if here.rank_files and not beside:
         root, directories = parent(root), [Found(storage, parent(root), posixpath.basename(root))]
     else:
-        directories = scan(storage, root, depth=1)
+        directories = here.found
     names = [one.tag for one in directories]
-    named, problems = _named(storage, root, None if len(names) == 1 else names)
+    root_itself = here if root == here.path else Place(storage, root)
+    named, problems = _named(root_itself, None if len(names) == 1 else names)
+    if beside:
+        problems.append(f"{name_some(beside)} in the root itself: of no checkpoint that is listed here")
     try:
         reported = listed_by_ray(storage, root)
     except CkptError as error:
@@ -216,7 +219,9 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         found = [one for one in results if one is not None]
     if not found:
-        raise LayoutError(root, "holds no checkpoints", "pass the directory that holds their directories")
+        runs = ", ".join(here.runs or here.below())
+        hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
+        raise LayoutError(root, "holds no checkpoints", hint)
     ranked = _with_best(storage, root, _ranked(found), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
 
@@ -303,14 +308,7 @@ def _best_in(storage: Storage, path: str) -> list[str]:
         CkptError: The file cannot be read.
     """
     hint = "restore it from a copy, or remove it"
-    with storage.open(path) as reader:
-        if reader.nbytes > MAX_TRAINER_STATE:
-            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a trainer's state", hint)
-        data = reader.read(0, reader.nbytes)
-    try:
-        best = json.loads(data).get("best_model_checkpoint")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not the state of a trainer", hint) from error
+    best = read_json(storage, path, "the state of a trainer", hint, MAX_TRAINER_STATE).get("best_model_checkpoint")
     return [best] if isinstance(best, str) else []
 
 
@@ -322,24 +320,20 @@ def _best_of_lightning(state: Mapping[Any, Any]) -> list[str]:
     return [path for path in paths if isinstance(path, str) and path]
 
 
-def _named(storage: Storage, root: str, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
+def _named(root: Place, names: Sequence[str] | None) -> tuple[set[str], list[str]]:
     """Return the directories that the ``latest`` files of a root name, and the problems of those files."""
     found: set[str] = set()
     problems: list[str] = []
-    for latest in (LATEST, LATEST_UNIVERSAL):
-        path = posixpath.join(root, latest)
-        try:
-            if not storage.exists(path):
-                continue
-            tag = named_tag(storage, root, latest)
-        except CkptError as error:
-            problems.append(f"{latest} cannot be read: {error.problem}")
+    for pointer in filter(None, (root.latest, root.latest_universal)):
+        latest, tag = posixpath.basename(pointer.path), pointer.tag
+        if pointer.error is not None:
+            problems.append(f"{latest} cannot be read: {pointer.error.problem}")
             continue
         if len(tag) > MAX_TAG:
             problems.append(f"{latest} has {len(tag):,} characters, too many for the name of a checkpoint")
             continue
         parts = posixpath.normpath(tag).split("/")
-        if not tag or parts[0] in {"", ".", ".."} or not storage.is_dir(posixpath.join(root, *parts)):
+        if not tag or parts[0] in {"", ".", ".."} or not root.storage.is_dir(posixpath.join(root.path, *parts)):
             problems.append(f"{latest} names {brief(tag, 200)}, which does not exist")
         elif names is None or parts[0] in names:
             found.add(parts[0])
@@ -362,14 +356,14 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     state = "" if found.outside else state_of(storage, path)
     link = found.link
     if link is not None and found.outside:
-        problem = "is a link that leaves the root: follow_links is not set"
+        problem = f"is a link that {NOT_FOLLOWED}"
         return _unread(found, problem, link=link, latest=latest, reported=reported)
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
-        holds_one = reported or _holds_one(name)
+        holds_one = reported or is_of_trainer(name)
         try:
             checkpoint = _first_model(path, options, errors)
         except NoCheckpointError as error:
@@ -379,7 +373,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        if checkpoint is not None and not holds_one and checkpoint.root in checkpoints_below(storage, path):
+        if checkpoint is not None and not holds_one and checkpoint.root in Place(storage, path).below():
             return None  # its checkpoints belong to another root
         if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
             errors += _own_root(storage, path, holds_one=holds_one)
@@ -517,11 +511,6 @@ def _unread(found: Found, problem: str, *, link: str | None = None, latest: bool
     return _Listed(entry, Saved(found.tag, -1))
 
 
-def _holds_one(name: str) -> bool:
-    """Return whether trainers give such names to a directory that contains the DeepSpeed checkpoint as a tag."""
-    return step_of_folder(name) is not None or name.endswith(".ckpt") or is_checkpoint_name(name)
-
-
 def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError]:
     """Return an error for a directory that contains checkpoints but is not one; trainers' directories are accepted."""
     entries = storage.listing(path)
@@ -540,6 +529,9 @@ def _first(errors: list[CkptError], path: str) -> str:
     own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
     if own is not None:
         return own.problem
+    link = next((e for e in errors if isinstance(e, LinkError)), None)
+    if link is not None:
+        return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
     inside = errors[0].path.removeprefix(path).lstrip("/")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{inside}: {errors[0].problem}{more}" if inside else f"{errors[0].problem}{more}"
@@ -614,11 +606,6 @@ def _step_in(name: str) -> int:
     """Return the step in the name of a checkpoint; -1 without one."""
     own = OWN_OF_RAY.fullmatch(name)
     return last_number(name) if own is None else int(own[1])
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Return whether Ray Train or ckpttool chooses such names for directories that contain a checkpoint as a tag."""
-    return bool(OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name))
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
@@ -720,7 +707,7 @@ def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
     """
     if tags := candidates(storage, path):
         return tags
-    below = [one.removeprefix(path).lstrip("/") for one in checkpoints_below(storage, path)]
+    below = [one.removeprefix(path).lstrip("/") for one in Place(storage, path).below()]
     inner = below[0] if len(below) == 1 else posixpath.commonpath(map(posixpath.dirname, below)) if below else None
     if inner is None:
         return []
@@ -767,15 +754,13 @@ def _snapshot(storage: Storage, run: str) -> tuple[list[str], str]:
     if not storage.exists(path):
         return [], ""
     hint = "a run may be writing it: try again; or start that run with the Ray release that wrote it"
+    what = "a snapshot of Ray Train's checkpoints"
+    found = read_json(storage, path, what, hint, MAX_BYTES)
     try:
-        with storage.open(path) as reader:
-            if reader.nbytes > MAX_BYTES:
-                raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for a snapshot", hint)
-            found = json.loads(reader.read(0, reader.nbytes))
         latest = found["latest_checkpoint_result"]
         return [_name(result) for result in found["checkpoint_results"]], _name(latest) if latest else ""
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not a snapshot of Ray Train's checkpoints", hint) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise LayoutError(path, f"is not {what}", hint) from error
 
 
 def _name(result: Any) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
-from ckpttool.formats.scan import Found, has_files_of_tag, named_tag, natural_order, scan
+from ckpttool.formats.layouts import Place
+from ckpttool.formats.scan import Found, named_tag, natural_order, scan
+from ckpttool.messages import brief
 from ckpttool.storage import MARK
 from ckpttool.storage.base import MISSING
 
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 ATTEMPTS = 10
 """Maximum number of attempts to list checkpoints while another process replaces or removes them."""
+SECOND_LOOK = 1.0
+"""Seconds after which a restore looks again for a checkpoint that ``latest`` names."""
 
 
 class Saved(NamedTuple):
@@ -153,7 +159,7 @@ def _candidates(storage: Storage, root: str) -> list[Found]:
             continue
         committed, inside = one.committed, one.entries
         marked = any(entry.name == MARK for entry in inside)
-        if committed or (not marked and has_files_of_tag(inside)):
+        if committed or (not marked and one.is_tag):
             saved.append(Saved.of(tag, one.step, one.manifest, marked=marked))
     return [found[one.name] for one in newest_first(saved, named)]
 
@@ -182,10 +188,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
     if storage.exists(root) and not storage.is_dir(root):
         raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
-        found = candidates(storage, root)
-        if problem := contradiction(storage, root, found):
-            LOG.warning("%s: %s; resuming from %s", root, problem, found[0].tag)
-        return found
+        return newest(storage, root)
     chosen = Found(storage, root, tag)
     if not storage.is_dir(chosen.path):
         names = ", ".join(one.tag for one in candidates(storage, root)) or "none"
@@ -193,12 +196,41 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
     return [chosen]
 
 
+def newest(storage: Storage, root: str) -> list[Found]:
+    """Return the ``candidates`` of a root; warn if ``latest`` names another checkpoint than the first of them.
+
+    If ``latest`` names a checkpoint that is not there, it looks again after a moment: a client of NFS may see a new
+    directory later than another one.
+
+    Raises:
+        CkptError: The root cannot be read.
+    """
+    found = candidates(storage, root)
+    problem = contradiction(storage, root, found)
+    if problem and (not found or latest_tag(storage, root) not in {one.tag for one in found}):
+        time.sleep(SECOND_LOOK)
+        storage.refresh([])
+        found = candidates(storage, root)
+        problem = contradiction(storage, root, found)
+    if problem:
+        LOG.warning("%s: %s; resuming from %s", root, problem, found[0].tag if found else "nothing")
+    return found
+
+
 def contradiction(storage: Storage, root: str, found: Sequence[Found]) -> str:
-    """Describe a contradiction between ``latest`` and the steps of the candidates; "" without one."""
+    """Describe a contradiction between ``latest`` and the candidates or their steps; "" without one."""
+    pointer = Place(storage, root).latest
+    if pointer is not None and pointer.error is not None:
+        return f"latest cannot be read: {pointer.error.problem}"
+    named = "." if pointer is None else posixpath.normpath(pointer.tag)
+    steps = {one.tag: one.step for one in found}
+    if named not in {".", *(tag.removesuffix(REPLACED) for tag in steps), *steps}:
+        there = storage.is_dir(posixpath.join(root, named))
+        what = "which holds no finished checkpoint" if there else "which is not there"
+        return f"latest names {brief(named, 200)}, {what}"
     if not found:
         return ""
-    steps = {one.tag: one.step for one in found}
-    first, named = found[0].tag, latest_tag(storage, root)
+    first = found[0].tag
     if named != first:
         # Without a valid latest the candidate of the last step is first.
         return f"latest names {named}, but {first} was committed after it" if named in steps else ""

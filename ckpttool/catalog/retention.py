@@ -200,7 +200,7 @@ def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, no
     if entry.link and not entry.reported:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
     if why := _standing(entry):
-        torn = "" if entry.whole else f"torn, or being saved: {entry.problem}; "
+        torn = "" if entry.whole else f"{_not_whole(entry)}; "
         return Decision(entry, keep=True, reason=torn + "; ".join(why))
     if entry.problem == HALF_REMOVED:
         return Decision(entry, keep=False, reason=HALF_REMOVED, freed=entry.nbytes)
@@ -214,12 +214,16 @@ def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, no
     return Decision(entry, keep=False, reason="thin, and no rule keeps it", freed=entry.nbytes)
 
 
+def _not_whole(entry: CatalogEntry) -> str:
+    return f"{'not read' if entry.is_unread else 'torn, or being saved'}: {entry.problem}"
+
+
 def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
     """Decide about a checkpoint that is not whole; remove it only if no save seems to write it."""
     if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
-    stays = f"torn, or being saved: {entry.problem}"
-    if not rules.torn:
+    stays = _not_whole(entry)
+    if not rules.torn or entry.is_unread:
         return Decision(entry, keep=True, reason=stays)
     quiet = abs(now - (entry.modified or 0.0))
     if entry.torn is None:

@@ -40,7 +40,7 @@ from ckpttool.formats.weights import read_safetensors
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR
-from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, walk
+from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, read_json, walk
 from ckpttool.targets.thin import plan_thin
 
 if TYPE_CHECKING:
@@ -425,12 +425,8 @@ def _read_mark(storage: Storage, directory: str) -> dict[str, Any]:
     if not storage.exists(path):
         return {}
     hint = "remove it if no prune runs"
-    with storage.open(path) as reader:
-        if reader.nbytes > MAX_MARK_BYTES:
-            raise LayoutError(path, "is too large for a marker", hint)
-        data = reader.read(0, reader.nbytes)
+    found = read_json(storage, path, "a marker of ckpttool", hint, MAX_MARK_BYTES)
     try:
-        found = json.loads(data)
         return {**found, **{key: [str(name) for name in found[key]] for key in ("files", "old")}}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise LayoutError(path, "is not a marker of ckpttool", hint) from error

@@ -5,12 +5,14 @@ from __future__ import annotations
 import posixpath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import StorageError
-from ckpttool.storage import MANIFEST, MARK, is_half_removed, is_url
+from ckpttool.errors import CkptError
+from ckpttool.storage import MANIFEST, MARK, is_half_removed, is_url, read_json
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
+MAX_MARK_BYTES = 1 << 28
+"""Most bytes of a marker, which may name all files of an output."""
 REVISION = "git_revision"
 """Field of the provenance: the git revision of the run's code."""
 DIRTY = "git_dirty"
@@ -47,11 +49,7 @@ def read_mark(storage: Storage, directory: str, name: str = MARK) -> dict[str, A
     path = posixpath.join(directory, name)
     if not storage.exists(path):
         return {}
-    import json  # ``inspect`` does not need it
-
     try:
-        with storage.open(path) as reader:  # it may name all files: it may be larger than a text file
-            mark = json.loads(reader.read(0, reader.nbytes))
-    except (StorageError, ValueError):
+        return read_json(storage, path, "a marker", "", MAX_MARK_BYTES)
+    except CkptError:
         return {}
-    return mark if isinstance(mark, dict) else {}

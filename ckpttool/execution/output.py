@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckpttool.commit import MAX_MARK_BYTES
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
 from ckpttool.plan import ranges_read
-from ckpttool.storage import MARK, Writer
+from ckpttool.storage import MARK, Writer, read_json
 from ckpttool.storage.base import NO_NAMES, translate_os_errors
 from ckpttool.storage.local_writer import SHARING, DirectoryWriter, file_system_of
 from ckpttool.storage.safe_files import permissions
@@ -200,14 +201,13 @@ def _read_mark(storage: RemoteStorage, out: str) -> _Mark:
     """Read the in-progress marker of an earlier run."""
     path = f"{out.rstrip('/')}/{MARK}"
     try:
-        with storage.open(path) as reader:  # it names all files: it may be larger than a text file
-            mark = json.loads(reader.read(0, reader.nbytes))
+        mark = read_json(storage, path, "", "", MAX_MARK_BYTES)
         new, over = (
             [str(name) for name in names if not NO_NAMES & set(str(name).split("/"))]
             for names in (mark["files"], mark.get("over", ()))
         )
         return _Mark(str(mark["key"]), new, over, bool(mark.get("mixed")))
-    except (ValueError, KeyError, TypeError) as error:
+    except (LayoutError, KeyError, TypeError) as error:
         problem = "was not written by ckpttool"
         raise StorageError(path, problem, "move it out of the way, or choose another OUT") from error
 

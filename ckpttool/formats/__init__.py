@@ -18,18 +18,21 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
+from ckpttool.formats.layouts import FILE, MARKED, OTHER, RUN, Place
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
     SeveralModelsError,
-    framework_directory,
+    inner_directory,
     locate,
+    refuse_part,
+    refuse_rivals,
     refuse_unfinished,
-    trainer_directories,
 )
 from ckpttool.formats.sidecars import with_rank_states
+from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.messages import brief
+from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     WAIT,
     is_half_removed,
@@ -197,6 +200,7 @@ def open_checkpoint(
     unfinished: bool = False,
     storage: Storage | None = None,
     trust_names: bool = False,
+    module_only: bool = False,
 ) -> Checkpoint:
     """Read the layout of a checkpoint of any format.
 
@@ -209,6 +213,7 @@ def open_checkpoint(
         unfinished: Also read checkpoints with ckpttool's in-progress marker.
         storage: Its storage; default: opened by the path.
         trust_names: Accept files whose recorded name differs from their name.
+        module_only: Accept a checkpoint of stage 1 or 2 with the file of the model alone.
 
     Raises:
         CkptError: The checkpoint is missing or damaged.
@@ -220,7 +225,13 @@ def open_checkpoint(
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
     with opening((options or {}).get(OPEN_BUDGET, 1.0)):
-        checkpoint = _open(places, storage, tag, report, unfinished, trust_names)
+        explainer = Explainer(storage, report)
+        try:
+            checkpoint = _open(places, storage, tag, explainer, Accepted(unfinished, trust_names, module_only))
+        except CkptError as error:
+            if (better := explainer.explain(error)) is error:
+                raise
+            raise better from error
     # One listing detects files that changed meanwhile; local files are checked when they are read.
     if storage.remote and not (storage.reads_versions and all(file.version for file in checkpoint.files)):
         files = [checkpoint.path(i) for i in range(len(checkpoint.files))]
@@ -249,45 +260,38 @@ def opening_options(
     return {**(storage_options or {}), **own} if own else storage_options
 
 
-def _open(
-    paths: Sequence[str], storage: Storage, tag: str | None, report: Report, unfinished: bool, trust_names: bool
-) -> Checkpoint:
+class Accepted(NamedTuple):
+    """Checkpoints to open that are otherwise refused; the fields are parameters of ``open_checkpoint``."""
+
+    unfinished: bool
+    trust_names: bool
+    module_only: bool
+
+
+def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Report, accepted: Accepted) -> Checkpoint:
     first, *others = paths
-    if not unfinished and storage.exists(first):
+    if not accepted.unfinished and storage.exists(first):
         refuse_unfinished(storage, first if storage.is_dir(first) else parent(first))
-    src = first.rstrip("/") or first
-    if not others and tag is None and storage.exists(src):
-        read = _read_marked if storage.is_dir(src) else _read_unmarked
-        found = read(storage, src) or _newest_whole(storage, src, unfinished, trust_names)
+    here = Place(storage, first.rstrip("/") or first)
+    if not others and storage.exists(here.path):
+        found = _open_other(here, tag, report, accepted)
         if found is not None:
             return found
-    try:
-        location = locate(storage, first, tag)
-    except LayoutError as error:
-        below = error.directories if isinstance(error, NoCheckpointError) else ()
-        if isinstance(error, SeveralModelsError):
-            raise
-        found = _read_unmarked(storage, src) if isinstance(error, NoCheckpointError) and not others else None
-        if found is None and len(below) > 1:
-            raise
-        inner = framework_directory(storage, src, tag) if found is None and not others else None
-        inner = below[0] if inner is None and below and not others else inner
-        if found is None and inner is not None:
-            return _open([inner], storage, None, report, unfinished, trust_names)
-        if found is None:
-            raise
-        return found
+    location = locate(here, tag)
     if others:
-        directories = [locate(storage, other, location.tag if tag else None).directory for other in others]
+        directories = [
+            locate(Place(storage, other.rstrip("/") or other), location.tag if tag else None).directory
+            for other in others
+        ]
         for directory in directories:
             if posixpath.basename(directory) != posixpath.basename(location.directory):
                 problem = f"has a tag other than {location.directory}"
                 raise LayoutError(
                     directory, problem, "pass directories of one checkpoint, or choose with tag", ("tag",)
                 )
-        location = Location(location.root, location.directory, location.tag, tuple(directories))
-    location = location._replace(trust_names=trust_names)
-    for directory in {location.root, location.directory} if not unfinished else ():
+        location = location._replace(others=tuple(directories))
+    location = location._replace(trust_names=accepted.trust_names, module_only=accepted.module_only)
+    for directory in {location.root, location.directory} if not accepted.unfinished else ():
         refuse_unfinished(storage, directory)
     checked: ChecksummedStorage | None = None
     try:
@@ -295,19 +299,49 @@ def _open(
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
+    checkpoint = replace(checkpoint, remarks=(*_of_strays(location), *checkpoint.remarks))
     return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
 
 
-def _newest_whole(storage: Storage, src: str, unfinished: bool, trust_names: bool) -> Checkpoint | None:
+def _of_strays(location: Location) -> list[str]:
+    """Return a remark on the files beside ``latest`` that belong to no tag."""
+    if not location.strays:
+        return []
+    return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
+
+
+def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted) -> Checkpoint | None:
+    """Open a file, a checkpoint of a format without tags, or the newest checkpoint in the directory of a run.
+
+    Returns:
+        None for the directory or the root of a tag, and where nothing is found.
+    """
+    if tag is None and here.kind == FILE:
+        refuse_part(here)
+        return _read_unmarked(here.storage, here.path)
+    if tag is None and here.kind == MARKED:
+        refuse_rivals(here)
+        return _read_marked(here.storage, here.path)
+    if here.kind not in {RUN, OTHER}:
+        return None
+    if tag is None and here.trainers:
+        return _newest_whole(here, accepted)
+    found = _read_unmarked(here.storage, here.path) if tag is None else None
+    if found is None and (inner := inner_directory(here, tag)) is not None:
+        return _open([inner], here.storage, None, report, accepted)
+    return found
+
+
+def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
     """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
 
     Returns:
         None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    for directory in trainer_directories(storage, src):
+    for directory in here.trainers if len(here.trainers) > 1 else ():
         try:
-            found = _open([directory], storage, None, raise_at_once, unfinished, trust_names)
+            found = _open([directory], here.storage, None, raise_at_once, accepted)
         except StorageError:
             raise
         except CkptError as error:

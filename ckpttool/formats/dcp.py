@@ -19,10 +19,11 @@ from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import BY_TORCH_NAME, itemsize, parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, TruncatedError
-from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, Fields, shape_of
+from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, WHOLE, Fields, shape_of
 from ckpttool.formats.state_dict import StateDict, recorded_step
 from ckpttool.formats.strided import Box, boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.weights import class_of
 from ckpttool.messages import brief
 from ckpttool.model import (
     Checkpoint,
@@ -189,6 +190,9 @@ class Shards:
             torch = read_torch_file(part)
         except CkptError as error:
             raise _damaged(fqn, chunk, part, error) from error
+        if isinstance(torch.root, Opaque):
+            self._note(index, chunk, fqn, torch.records)
+            raise UnknownClassError(part.path, f"holds {brief(fqn, 200)} as a {class_of(torch.root)}", WHOLE)
         if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
             raise LayoutError(part.path, f"holds no chunk of {fqn} at byte {chunk.start:,}", RESTORE)
         state = whole_tensor(torch, index, torch.root)
@@ -237,6 +241,10 @@ class Shards:
             raise _damaged(fqn, chunk, part, error) from error
         except CkptError:
             return None
+
+
+class UnknownClassError(LayoutError):
+    """A tensor is an object of a class that is not a plain tensor, such as a quantised one."""
 
 
 def _damaged(fqn: str, chunk: StoredChunk, part: _FilePart, error: CkptError) -> LayoutError:
@@ -368,6 +376,8 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike
         entries.beside = {}
     path = posixpath.join(location.directory, files[-1].name)
+    if entries.unread:
+        _leave_out(entries, location)
     if entries.states and not entries.weights:
         problem = "holds the states of an optimizer without its model"
         raise LayoutError(location.directory, problem, f"pass {posixpath.dirname(location.directory)}")
@@ -382,6 +392,21 @@ def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpo
         problem = f"holds optimizer states of {brief(unknown[0], 200)}, but the model has no such parameter"
         raise LayoutError(path, problem, "two saves of different models are mixed: restore it from a copy")
     return entries.to_checkpoint(storage, location, "dcp", path, Topology(data_parallel=ranks), tuple(files))
+
+
+def _leave_out(entries: StateDict, location: Location) -> None:
+    """Leave out the whole optimizer, because a part of it may be missing, and name the tensors that are not read.
+
+    Raises:
+        LayoutError: Nothing else is there.
+    """
+    more = f" and {len(entries.unread) - 1} tensors more" if len(entries.unread) > 1 else ""
+    entries.left_out = f"{entries.unread[0]}, which is not a plain tensor{more}"
+    if not entries.weights:
+        raise LayoutError(location.directory, entries.left_out, WHOLE)
+    what = "those tensors and the optimizer's states are left out"
+    entries.remarks = (f"{entries.left_out}: {what}",)
+    entries.states, entries.numbers, entries.groups, entries.options = {}, {}, {}, {}
 
 
 def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]:
@@ -408,7 +433,10 @@ def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict
         result.flattened |= flat
         described = fields_of(path, value)
         if "chunks" in described:
-            _add_tensor(result, fqn, keys, shards.tensor(fqn, described), shards, flat=flat)
+            try:
+                _add_tensor(result, fqn, keys, shards.tensor(fqn, described), shards, flat=flat)
+            except UnknownClassError as error:
+                result.unread.append(f"{posixpath.basename(error.path)} {error.problem}")
             continue
         read = shards.object(fqn, MAX_NAMES_BYTES if keys[-1] == "params" else MAX_OBJECT_BYTES)
         if len(keys) >= 3 and keys[-3] == "param_groups":

@@ -7,7 +7,6 @@ Source: verl 0.9, utils/checkpoint/fsdp_checkpoint_manager.py; Accelerate 1.15, 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import posixpath
 import re
@@ -27,7 +26,7 @@ from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
 from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.model import CheckpointFile, Replica, ScalarState, State, Topology, tensor_number
-from ckpttool.storage import connect
+from ckpttool.storage import connect, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -210,10 +209,7 @@ def _size(storage: Storage, directory: str, sizes: set[int], names: Sequence[str
     """Return the number of ranks of a verl checkpoint; files of an earlier save on other ranks do not count."""
     path = posixpath.join(directory, "fsdp_config.json")
     if "fsdp_config.json" in names:
-        try:
-            recorded = json.loads(storage.read_text(path))["world_size"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise LayoutError(path, "is not the configuration of a save of verl", RESTORE) from error
+        recorded = read_json(storage, path, "the configuration of a save of verl", RESTORE).get("world_size")
         if recorded not in sizes:
             raise LayoutError(
                 path, f"names {recorded} ranks, but the directory has no files of {recorded} ranks", RESTORE

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from ckpttool.commit import is_commit
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.zero.files import is_of_tag
-from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_linked
+from ckpttool.messages import brief
+from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_link, is_linked
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ OWN_OF_RAY = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
 """Names of such directories."""
 OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 """Names that Ray Train gives to checkpoints."""
+RELINK = "write the name of a tag into it, or pass tag to choose a checkpoint"
+"""Hint for a link ``latest`` that leads nowhere."""
 _FOLDER = re.compile(r"checkpoint([-_])(\d+)")
 
 
@@ -82,9 +85,14 @@ class Found:
 
     @property
     def is_tag(self) -> bool:
-        """Whether the directory has files of a tag; False if it cannot be listed."""
+        """Whether it is the directory of a tag, not a root with files of ranks in it; False if it cannot be listed."""
         try:
-            return has_files_of_tag(self.entries)
+            entries = self.entries
+            if not has_files_of_tag(entries) or LATEST not in {entry.name for entry in entries}:
+                return has_files_of_tag(entries)
+            from ckpttool.formats.layouts import TAG, Place  # few tags contain latest
+
+            return Place(self.storage, self.path).kind == TAG
         except StorageError:
             return False
 
@@ -134,7 +142,7 @@ def scan(storage: Storage, root: str, *, depth: int = MAX_PARTS, above: str = ""
     directory = posixpath.join(root, above) if above else root
     found = []
     for entry in storage.listing(directory) if storage.is_dir(directory) else []:
-        if not entry.is_dir:
+        if not entry.is_dir or (entry.name == LATEST and is_link(storage, posixpath.join(directory, entry.name))):
             continue
         found.append(one := Found(storage, root, posixpath.join(above, entry.name), entry.modified))
         if depth > 1 and not one.hidden and not one.outside and _has_only_directories(one):
@@ -186,10 +194,20 @@ def has_files_of_tag(entries: Iterable[Entry]) -> bool:
 def named_tag(storage: Storage, root: str, latest: str = LATEST) -> str:
     """Return the tag that the file ``latest`` of a root names, which may not exist; "" without one.
 
+    A link ``latest`` to the directory of a tag names that tag.
+
     Raises:
-        StorageError: The file cannot be read.
+        StorageError: The file cannot be read, or is a link that leads nowhere.
+        LinkError: It is a link that the storage does not follow.
     """
-    return tag_in(find_text(storage, posixpath.join(root, latest)) or "")
+    path = posixpath.join(root, latest)
+    if is_link(storage, path):
+        if not os.path.exists(path):
+            raise StorageError(path, f"is a link to {brief(os.readlink(path), 200)}, which is not there", RELINK)
+        if os.path.isdir(path):
+            storage.listing(path)  # raises the LinkError
+            return os.path.relpath(os.path.realpath(path), os.path.realpath(root))
+    return tag_in(find_text(storage, path) or "")
 
 
 def tag_in(text: str) -> str:

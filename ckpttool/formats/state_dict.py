@@ -9,7 +9,6 @@ Source: torch 2.13, distributed/checkpoint/state_dict.py (``get_optimizer_state_
 from __future__ import annotations
 
 import contextlib
-import json
 import posixpath
 import re
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from ckpttool.model import (
     State,
     split_numbers,
 )
+from ckpttool.storage import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -83,6 +83,8 @@ class StateDict:
     """Parameters that every rank has whole, beside DTensors."""
     left_out: str = ""
     """Why the optimizer's states are not read."""
+    unread: list[str] = field(default_factory=list)
+    """Tensors that are objects of an unknown class, with their file."""
     replicas: tuple[Replica, ...] = ()
     """States that are stored several times."""
     remarks: tuple[str, ...] = ()
@@ -266,5 +268,5 @@ def recorded_step(storage: Storage, directory: str) -> int | None:
     path = posixpath.join(directory, "trainer_state.json")
     with contextlib.suppress(CkptError, ValueError, KeyError, TypeError):
         if storage.exists(path):
-            return int(json.loads(storage.read_text(path))["global_step"])
+            return int(read_json(storage, path, "", "")["global_step"])
     return None

@@ -31,7 +31,7 @@ from ckpttool.model import (
     State,
     Topology,
 )
-from ckpttool.storage import parent
+from ckpttool.storage import parent, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,11 +129,10 @@ def _refuse_shard(path: str, metadata: Mapping[str, str]) -> None:
 
 
 def _indexed(storage: Storage, path: str, names: set[str]) -> list[str]:
-    try:
-        weight_map = json.loads(storage.read_text(path))["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LayoutError(path, "is not an index of weights", RESTORE) from error
+    weight_map = read_json(storage, path, "an index of weights", RESTORE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise LayoutError(path, "is not an index of weights", RESTORE)
+    files = sorted({str(name) for name in weight_map.values()})
     if not files:
         raise LayoutError(path, "names no file", RESTORE)
     for name in files:
@@ -206,6 +205,7 @@ def _read_files(
             if tensor in states:
                 raise LayoutError(path, f"holds {tensor}, which {owner[tensor]} holds too", RESTORE)
             states[tensor], owner[tensor] = state, name
+    _refuse_empty(posixpath.join(location.directory, names[0]), states)
     checkpoint = checkpoint_of_weights(storage, location, kind.format, tuple(files), states, aliases)
     checkpoint = replace(checkpoint, remarks=tuple(remarks))
     if first_part is None or not saves:
@@ -259,14 +259,7 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     items = _items(torch)
     for name, value in items.items():
         if isinstance(value, Opaque) and value.name.startswith("_rebuild_"):
-            kind = next(
-                (
-                    part.name
-                    for part in value.args
-                    if isinstance(part, Opaque) and part.how == "global" and not part.name.startswith("_")
-                ),
-                value.name,
-            )
+            kind = class_of(value)
             problem = f"holds {brief(name, 200)} as a {brief(kind)}: the part of one rank, or not a plain tensor"
             raise LayoutError(torch.path, problem, WHOLE)
         if FLAT.fullmatch(str(name).rpartition(".")[2]):
@@ -288,11 +281,33 @@ def _state_dict(index: int, torch: TorchFile, aliases: dict[str, str]) -> dict[s
     return result
 
 
+def class_of(value: Opaque) -> str:
+    """Return the class of an object that is not a plain tensor; if a function rebuilds it, the class that it passes."""
+    passed = (part.name for part in value.args if isinstance(part, Opaque) and part.how == "global")
+    return next((name for name in passed if not name.startswith("_")), value.name)
+
+
 def _items(torch: TorchFile) -> dict[Any, Any]:
-    root = torch.root
-    if isinstance(root, dict) and isinstance(root.get("state_dict"), dict):
-        root = root["state_dict"]
-    return root if isinstance(root, dict) else {}
+    """Return the state dict of a file: the file's own, or the only one in it.
+
+    Raises:
+        LayoutError: The file contains several.
+    """
+    root: dict[Any, Any] = torch.root if isinstance(torch.root, dict) else {}
+    named = isinstance(root.get("state_dict"), dict)
+    inner = ["state_dict"] if named else [key for key, value in root.items() if _is_state_dict(value)]
+    if not inner or (not named and any(isinstance(value, TensorRef) for value in root.values())):
+        return root
+    if len(inner) > 1:
+        names = ", ".join(brief(key) for key in inner[:5])
+        hint = f"save one of them alone: torch.save(torch.load(FILE)[{brief(inner[0])}], OUT)"
+        raise LayoutError(torch.path, f"holds several state dicts: {names}", hint)
+    found: dict[Any, Any] = root[inner[0]]
+    return found
+
+
+def _is_state_dict(value: object) -> bool:
+    return isinstance(value, dict) and any(isinstance(tensor, TensorRef) for tensor in value.values())
 
 
 def _is_array(value: object) -> bool:
@@ -300,14 +315,38 @@ def _is_array(value: object) -> bool:
 
 
 def _left_out(torch: TorchFile) -> list[str]:
-    """Return a remark on the entries other than tensors that contain tensors or numpy's arrays."""
-    found = [
+    """Return remarks on the entries that contain tensors or numpy's arrays, and are not the weights."""
+    items = _items(torch)
+    inside = [
         brief(name)
-        for name, value in _items(torch).items()
+        for name, value in items.items()
         if not isinstance(value, TensorRef) and any(map(_is_array, walk(value)))
     ]
-    names = ", ".join(found[:5]) + (" ..." if len(found) > 5 else "")
-    return [f"{torch.path}: the arrays inside {names} are left out: only whole tensors are weights"] if found else []
+    beside = (
+        [brief(name) for name, value in torch.root.items() if value is not items] if items is not torch.root else []
+    )
+    remarks = []
+    if inside:
+        names = ", ".join(inside[:5]) + (" ..." if len(inside) > 5 else "")
+        remarks.append(f"{torch.path}: the arrays inside {names} are left out: only whole tensors are weights")
+    if beside and "state_dict" not in torch.root:
+        remarks.append(f"{torch.path}: only its state dict is read: {', '.join(beside[:5])} beside it is left out")
+    return remarks
+
+
+def _refuse_empty(path: str, states: Mapping[str, State]) -> None:
+    """Refuse weights without elements, as an engine at ZeRO stage 3 has them between two steps.
+
+    Source: DeepSpeed 0.19, runtime/zero/partition_parameters.py (``free_param``: an empty tensor of shape (0,)).
+
+    Raises:
+        LayoutError: A quarter of the weights or more have no elements.
+    """
+    empty = [name for name, state in states.items() if state.shape == (0,)]
+    if len(empty) * 4 >= len(states) > 0 and empty:
+        problem = f"holds {len(empty)} of {len(states)} weights without elements: ZeRO stage 3 had partitioned them"
+        hint = "consolidate the checkpoint that engine.save_checkpoint wrote; or save with engine.save_16bit_model"
+        raise LayoutError(path, problem, hint)
 
 
 def _dtype(states: Mapping[str, State]) -> str:

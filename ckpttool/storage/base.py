@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import LayoutError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -286,6 +286,35 @@ def find_text(storage: Storage, path: str) -> str | None:
         if error.problem == MISSING:
             return None
         raise
+
+
+def read_json(storage: Storage, path: str, what: str, hint: str, limit: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        storage: Storage of the file.
+        path: The file.
+        what: Its description, for errors.
+        hint: The next step, for errors.
+        limit: Most bytes of the file.
+
+    Raises:
+        StorageError: The file cannot be read.
+        LayoutError: It is larger, or not a JSON object.
+    """
+    import json  # ``inspect`` does not need it
+
+    with storage.open(path) as reader:
+        if reader.nbytes > limit:
+            raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large for {what}", hint)
+        data = reader.read(0, reader.nbytes)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise LayoutError(path, f"is not {what}", hint)
+    return found
 
 
 def decode_text(path: str, data: bytes) -> str:

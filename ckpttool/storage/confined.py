@@ -2,7 +2,7 @@
 
 A checkpoint from an untrusted source may contain a link to any file of this user; a command would show that file, or
 copy it to a place where others can read it. This storage follows links inside the checkpoint's root, and links of a
-Hugging Face cache from ``snapshots`` to the sibling directory ``blobs``.
+Hugging Face cache from anywhere below ``snapshots`` to its sibling directory ``blobs``.
 
 Source: huggingface_hub 1.0, ``file_download.py`` (``_create_symlink``): ``models--ORG--NAME/snapshots/REVISION/FILE``
 is a link to ``../../blobs/ETAG``.
@@ -124,13 +124,17 @@ class ConfinedStorage(LocalStorage):
 
 
 def _link_targets(base: str) -> list[str]:
-    """Return a directory and, in a Hugging Face cache, the directory ``blobs`` of its links' targets."""
+    """Return a directory and, in a Hugging Face cache, the directory ``blobs`` of its links' targets.
+
+    The directory may be a snapshot or any directory in one: only the paths above it decide.
+    """
     real = os.path.realpath(base)
-    places = [real]
-    snapshots = os.path.dirname(real if os.path.isdir(real) else os.path.dirname(base))
-    if os.path.basename(snapshots) == "snapshots":
-        places.append(os.path.join(os.path.dirname(snapshots), "blobs"))
-    return places
+    above = real if os.path.isdir(real) else os.path.realpath(os.path.dirname(base))
+    while (up := os.path.dirname(above)) != above:
+        if os.path.basename(up) == "snapshots":
+            return [real, os.path.join(os.path.dirname(up), "blobs")]
+        above = up
+    return [real]
 
 
 def _is_within(path: str, directory: str) -> bool:

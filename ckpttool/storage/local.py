@@ -546,12 +546,15 @@ class LocalStorage(Described):
         entries = []
         with translate_os_errors(path), os.scandir(path) as names:
             for item in names:
-                is_dir = item.is_dir()
-                # A dangling link has no size; ``open`` reports it.
-                with contextlib.suppress(FileNotFoundError):
-                    info = item.stat()
-                    nbytes = 0 if is_dir else info.st_size
-                    entries.append(Entry(item.name, is_dir, nbytes, _version(info), info.st_mtime))
+                try:
+                    is_dir, info = item.is_dir(), item.stat()
+                except OSError as error:
+                    # A link that leads nowhere, or to itself, has no size; ``open`` reports it.
+                    if error.errno in {errno.ENOENT, errno.ELOOP}:
+                        continue
+                    raise
+                nbytes = 0 if is_dir else info.st_size
+                entries.append(Entry(item.name, is_dir, nbytes, _version(info), info.st_mtime))
         return sorted(entries, key=lambda e: e.name)
 
     def list_tree(self, path: str) -> None:
@@ -717,6 +720,19 @@ def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new:
         writer.discard()
         raise
     return True
+
+
+def is_link(storage: Storage, path: str) -> bool:
+    """Return whether a path is a symbolic link; only local disks have links."""
+    return not storage.remote and os.path.islink(path)
+
+
+def dead_links(storage: Storage, path: str) -> list[str]:
+    """Return the names of the links in a directory that lead nowhere, or to themselves; a listing omits them."""
+    if storage.remote or not os.path.isdir(path):
+        return []
+    with os.scandir(path) as names:
+        return sorted(one.name for one in names if one.is_symlink() and not os.path.exists(one.path))
 
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.messages import HIDDEN, printable
 from ckpttool.storage.base import MISSING, WAIT, storage_error
 
 if TYPE_CHECKING:
@@ -38,6 +40,29 @@ FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 8.0
 """Longest pause in seconds."""
 
+MAX_SAID = 300
+"""Most characters of a store's message to show."""
+CHECKSUMS = (
+    "the store may not know the checksum headers of newer botocore: set storage_options "
+    "config_kwargs.request_checksum_calculation=when_required"
+)
+"""Hint for a store that refuses a request with checksum headers; botocore sends them since 1.36."""
+_WITH_CHECKSUMS = {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload", "DeleteObjects"}
+"""Operations whose requests have checksum headers."""
+_OF_CHECKSUMS = {
+    "NotImplemented",
+    "InvalidArgument",
+    "InvalidRequest",
+    "InvalidDigest",
+    "MissingContentLength",
+    "MalformedTrailerError",
+    "XAmzContentSHA256Mismatch",
+    "BadDigest",
+}
+"""Codes by which stores refuse these headers."""
+_NAMES_CHECKSUM = re.compile(r"checksum|x-amz-trailer|content-sha256|aws-chunked|trailing header", re.IGNORECASE)
+_KEY = re.compile(r"A[KS]IA\w+|(?=[a-z+/=_-]*[A-Z0-9])[A-Za-z0-9+/=_]{20,}")
+"""A word that may be a key, a token or a signature."""
 NO_BUCKET = "the bucket does not exist"
 _SIGN_IN = "sign in again, or check the environment, the profile and storage_options"
 _EXPIRED = ("the credentials have expired", _SIGN_IN)
@@ -195,7 +220,8 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
                 raise permanent from error
             if attempt == ATTEMPTS or (attempt > 1 and time.monotonic() - began > PATIENCE):
                 problem = f"the store failed {attempt} times, last with {_short_name(error)}"
-                raise StorageError(path, problem, "check the network and the endpoint, then try again") from error
+                hint = _hint(error, "check the network and the endpoint, then try again")
+                raise StorageError(path, problem, hint, OPTIONS if hint == CHECKSUMS else ()) from error
         retries.add()
         time.sleep(next(pauses))
     raise AssertionError
@@ -234,7 +260,9 @@ def explain(path: str, error: BaseException) -> StorageError | None:
         return None
     if not code and (full := next((e for e in chain if isinstance(e, OSError) and e.errno in _DISK_NUMBERS), None)):
         return storage_error(path, full)
-    return StorageError(path, f"the store answered {_short_name(error)}", "check the URL and storage_options", OPTIONS)
+    said = _said(error)
+    problem = f"the store answered {_short_name(error)}{f': {said}' if said else ''}"
+    return StorageError(path, problem, _hint(error, "check the URL and storage_options"), OPTIONS)
 
 
 def _codes(error: BaseException) -> tuple[str, str]:
@@ -252,6 +280,29 @@ def _codes(error: BaseException) -> tuple[str, str]:
         if any(c.__name__ in _TEMPORARY_CLASSES for c in type(link).__mro__):
             break  # the wrapped error may have a status that no store sent: aiohttp gives a truncated body status 400
     return "", ""
+
+
+def _said(error: BaseException) -> str:
+    """Return the message of the store's answer, without what may be a key or a token; "" without one."""
+    message = str(next((found for _, found in _answers(error)), {}).get("Error", {}).get("Message", ""))
+    return _KEY.sub(HIDDEN, printable(message, MAX_SAID)).strip().removesuffix(".")
+
+
+def _hint(error: BaseException, otherwise: str) -> str:
+    """Return ``CHECKSUMS`` if a store may have refused a request because of its checksum headers."""
+    for operation, answer in _answers(error):
+        stated = answer.get("Error", {})
+        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        refused = operation in _WITH_CHECKSUMS and stated.get("Code") in _OF_CHECKSUMS
+        if refused or _NAMES_CHECKSUM.search(f"{stated.get('Message', '')} {' '.join(map(str, headers))}"):
+            return CHECKSUMS
+    return otherwise
+
+
+def _answers(error: BaseException) -> list[tuple[str, dict[str, Any]]]:
+    """Return the operation and the answer of each error of botocore in a chain."""
+    links = [(link, getattr(link, "response", None)) for link in _chain(error)]
+    return [(str(getattr(link, "operation_name", "")), found) for link, found in links if isinstance(found, dict)]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

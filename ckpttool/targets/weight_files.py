@@ -291,6 +291,14 @@ def _json(value: object) -> Any:
     raise _NoJsonError
 
 
+TRAINING_POINT = (
+    "the weights are schedule-free's training point, not its average: for evaluation, save after optimizer.eval()"
+)
+"""Remark on weights that a schedule-free optimizer trains.
+
+Source: schedulefree 1.4, adamw_schedulefree.py (``eval``, ``train``: state "z", and "train_mode" of each group)."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightChoice:
     """Selection, type and file format of the weights; the fields are arguments of ``consolidate``."""
@@ -372,6 +380,9 @@ def plan_weight_files(
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
     if checkpoint.format == "dcp":
         notes.append("its files do not identify their rank or save: two of one shape that were swapped are not noticed")
+    training = any(group.hyperparameters.get("train_mode") is True for group in checkpoint.groups)
+    if training and any("z" in parameter.states for parameter in checkpoint.parameters):
+        notes.append(TRAINING_POINT)
     rules = parse_renamings(chosen.rename)
     if chosen.adapter_only:
         from ckpttool.targets import weights

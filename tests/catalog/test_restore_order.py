@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.entries import directory_name, last_commit, run_commits
-from ckpttool.catalog.restore_order import candidates, contradiction
+from ckpttool.catalog.restore_order import candidates, contradiction, find
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
@@ -78,6 +80,37 @@ def test_a_manual_latest_is_followed_with_a_warning(tmp_path: Path) -> None:
     found = candidates(LOCAL, str(tmp_path))
     assert found[0].tag == "step1"
     assert contradiction(LOCAL, str(tmp_path), found) == "latest names step1 of step 1, but step3 has step 3"
+
+
+def test_a_restore_looks_again_for_what_latest_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in (1, 2):
+        _save(tmp_path, f"step{number}", number)
+    (tmp_path / "step2").rename(tmp_path.parent / "late")
+    late = threading.Timer(0.2, (tmp_path.parent / "late").rename, [tmp_path / "step2"])
+    late.start()
+    assert [one.tag for one in find(LOCAL, str(tmp_path), None)] == ["step2", "step1"]
+    late.join()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("left", ["step1", "nothing"])
+@pytest.mark.parametrize("how", ["gone", "unfinished"])
+def test_a_restore_names_what_latest_names_and_what_it_takes(
+    how: str, left: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        _save(tmp_path, f"step{number}", number)
+    shutil.rmtree(tmp_path / ("step1" if left == "nothing" else "step2"))
+    (tmp_path / "latest").write_text("step2")
+    if how == "gone":
+        shutil.rmtree(tmp_path / "step2", ignore_errors=True)
+    else:
+        (tmp_path / "step2").mkdir(exist_ok=True)
+        (tmp_path / "step2" / "ckpttool.json").unlink(missing_ok=True)
+        (tmp_path / "step2" / MARK).write_text("{}")
+    assert [one.tag for one in find(LOCAL, str(tmp_path), None)] == ([left] if left == "step1" else [])
+    why = "which is not there" if how == "gone" else "which holds no finished checkpoint"
+    assert caplog.messages == [f"{tmp_path}: latest names 'step2', {why}; resuming from {left}"]
 
 
 def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:

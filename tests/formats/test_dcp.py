@@ -453,3 +453,59 @@ def test_states_of_parameters_that_are_not_there_are_refused(tmp_path: Path) -> 
     state = {"weight": torch.ones(3), "optimizer": {"state.other.exp_avg": torch.ones(3)}}
     with refused(LayoutError):
         open_checkpoint(str(_save(state, tmp_path / "odd")))
+
+
+class Quantised(torch.Tensor):  # type: ignore[misc]  # torch is not followed
+    """A tensor with a scale, as quantised weights and 8-bit optimizers have them."""
+
+    @staticmethod
+    def __new__(cls: type[Any], data: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data_ = data
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Quantised, (self.data_,)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Quantised(args[0].data_)
+        return function(*[a.data_.float() if isinstance(a, Quantised) else a for a in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize("what", ["a state", "a weight", "all"])
+def test_an_unknown_class_is_named_and_the_rest_is_read(what: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    odd = Quantised(torch.ones(4, 4, dtype=torch.uint8))
+    if what == "a state":
+        states["state"]["weight"]["exp_avg"] = odd
+    else:
+        weights = {"weight": odd, **({} if what == "all" else {"bias": weights["bias"]})}
+    saved = _save({"model": weights, "optimizer": states}, tmp_path / "saved")
+    if what == "all":
+        with refused(LayoutError):
+            open_checkpoint(str(saved))
+        return
+    assert ckpttool.verify(saved, deep=True).findings == ()
+    report = ckpttool.consolidate(saved, tmp_path / "out", to="safetensors")
+    assert sorted(p.name for p in open_checkpoint(str(tmp_path / "out")).parameters) == sorted(
+        name for name, value in weights.items() if value is not odd
+    )
+    assert any("as a Quantised, which is not a plain tensor" in note for note in report.notes)
+    with refused(LayoutError):
+        ckpttool.convert(saved, tmp_path / "converted", to="dcp")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_export_of_schedule_frees_training_point_is_noted(training: bool, tmp_path: Path) -> None:
+    options = {"params": ["weight"], "lr": 0.1, "train_mode": training}
+    states = {"state": {"weight": {"z": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": [options]}
+    saved = _save({"model": {"weight": torch.ones(3)}, "optimizer": states}, tmp_path / "saved")
+    notes = ckpttool.consolidate(saved, tmp_path / "out", to="safetensors").notes
+    assert any("schedule-free" in note for note in notes) == training

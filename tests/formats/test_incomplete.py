@@ -348,3 +348,40 @@ def test_a_folder_of_any_name_is_a_parameter_or_an_error(called: str, checkpoint
         assert called in {p.name for p in open_checkpoint(str(root)).parameters}
     except CkptError as error:
         assert "zero" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero1-dp2-fp16"])
+def test_the_models_own_weights_are_written_without_the_optimizer(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy(name)
+    ckpttool.consolidate(root, tmp_path / "before", to="safetensors", weights_from="module")
+    for file in root.rglob("*optim_states.pt"):
+        file.unlink()
+    with refused(LayoutError):
+        ckpttool.consolidate(root, tmp_path / "after", to="safetensors")
+    report = ckpttool.consolidate(root, tmp_path / "after", to="safetensors", weights_from="module")
+    assert any("the files of the optimizer are missing" in note for note in report.notes)
+    assert ckpttool.digest(tmp_path / "after").weights == ckpttool.digest(tmp_path / "before").weights
+    with pytest.raises(LayoutError, match="holds no ZeRO optimizer files"):
+        ckpttool.inspect(root)
+
+
+@pytest.mark.parametrize("name", ["megatron-zero2-tp2-dp2-bf16", "pipeline-zero1-pp2-dp2-bf16", "zero3-dp2-bf16"])
+def test_parts_of_a_model_are_not_written_without_the_optimizer(
+    name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy(name)
+    for file in root.rglob("*optim_states.pt"):
+        file.unlink()
+    with pytest.raises(LayoutError, match="holds no ZeRO optimizer files"):
+        ckpttool.consolidate(root, tmp_path / "after", to="safetensors", weights_from="module")
+
+
+def test_consolidate_of_a_run_names_the_checkpoint(tmp_path: Path) -> None:
+    for step in (3, 6):
+        shutil.copytree(source("zero2-dp2-bf16-trainer"), tmp_path / f"run/checkpoint-{step}")
+    report = ckpttool.consolidate(tmp_path / "run", tmp_path / "out", to="safetensors")
+    assert f"read from {tmp_path}/run/checkpoint-6/global_step3" in report.notes
+    report = ckpttool.consolidate(tmp_path / "run/checkpoint-3", tmp_path / "one", to="safetensors")
+    assert not any("read from" in note for note in report.notes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,7 +17,7 @@ from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
 
 SRC = "zero2-dp2-bf16"
 CONTENT = "-----BEGIN PRIVATE KEY-----"
@@ -143,3 +145,38 @@ def test_ls_does_not_follow_a_link_out_of_the_root(checkpoint_copy: Callable[[st
     assert f"global_step3: {REFUSED}" in command("inspect", root).error
     (root / "disk").unlink()
     assert [e.whole for e in ckpttool.ls(root, follow_links=True).entries] == [True]
+
+
+def test_a_checkpoint_below_a_snapshot_of_the_hub_is_read(tmp_path: Path) -> None:
+    cache, src = tmp_path / "models--a--b", Path(source("zero3-dp2-bf16-trainer"))
+    snapshot, blobs = cache / "snapshots/0123", cache / "blobs"
+    shutil.copytree(src, snapshot / "checkpoint-3")
+    blobs.mkdir()
+    for number, file in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
+        file.rename(blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), file.parent))
+    for path in (snapshot, snapshot / "checkpoint-3", snapshot / "checkpoint-3/global_step3"):
+        assert ckpttool.inspect(path).tag == "global_step3"
+    assert command("verify", snapshot / "checkpoint-3").code == 0
+    assert [entry.problem for entry in ckpttool.ls(snapshot).entries] == [None]
+    (snapshot / "checkpoint-3/global_step3/secret").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text(CONTENT)
+    assert REFUSED in command("cp", snapshot / "checkpoint-3", tmp_path / "made").error
+
+
+def test_a_checkpoint_of_links_out_of_the_root_is_not_read_and_not_torn(
+    checkpoint_copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    root = checkpoint_copy(SRC)
+    shutil.copytree(root / "global_step3", root / "global_step6")
+    (root / "global_step3").rename(tmp_path / "disk")
+    (root / "global_step3").mkdir()
+    for file in (tmp_path / "disk").iterdir():
+        (root / "global_step3" / file.name).symlink_to(file)
+    entry = next(e for e in ckpttool.ls(root).entries if e.latest)
+    assert (entry.torn, entry.is_unread) == (None, True)
+    assert "latest, not read (--follow-links): " in command("ls", root).stdout
+    decisions = ckpttool.prune(root, torn=True, grace=0, keep_last=1)
+    assert all(d.keep for d in decisions)
+    assert ["not read: " in d.reason for d in decisions if d.entry.latest] == [True]
+    assert (root / "global_step3").is_dir()

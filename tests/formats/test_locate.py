@@ -11,7 +11,9 @@ import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.locate import NoCheckpointError, locate
+from ckpttool.formats.layouts import Place
+from ckpttool.formats.locate import Location, NoCheckpointError
+from ckpttool.formats.locate import locate as locate_in
 from ckpttool.formats.scan import natural_order
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.storage import LocalStorage
@@ -21,6 +23,10 @@ from tests.wording import refused
 STORAGE = LocalStorage()
 
 
+def locate(storage: LocalStorage, src: str, tag: str | None) -> Location:
+    return locate_in(Place(storage, src), tag)
+
+
 def test_a_root_gives_the_tag_that_latest_names() -> None:
     where = locate(STORAGE, source("zero1-dp1-bf16"), None)
     assert where.tag == "global_step3"
@@ -28,7 +34,8 @@ def test_a_root_gives_the_tag_that_latest_names() -> None:
 
 
 def test_a_trailing_slash_changes_nothing() -> None:
-    assert locate(STORAGE, source("zero1-dp1-bf16") + "/", None) == locate(STORAGE, source("zero1-dp1-bf16"), None)
+    opened = open_checkpoint(source("zero1-dp1-bf16") + "/")
+    assert (opened.root, opened.tag) == (source("zero1-dp1-bf16"), "global_step3")
 
 
 def test_a_tags_directory_is_taken_as_it_is() -> None:

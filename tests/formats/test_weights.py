@@ -283,3 +283,33 @@ def test_weights_beside_directories_with_checkpoints_are_opened(tmp_path: Path) 
     for run in ("one", "two"):
         shutil.copytree(source("zero2-dp2-bf16"), tmp_path / "export" / "runs" / run)
     assert ckpttool.inspect(tmp_path / "export").format == "safetensors"
+
+
+@pytest.mark.parametrize("key", ["model", "model_state_dict", "net", "state_dict"])
+def test_a_state_dict_beside_other_objects_is_found(key: str, tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({key: net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, tmp_path / "last.pt")
+    found = open_checkpoint(str(tmp_path / "last.pt"))
+    _assert_holds(found, net.state_dict())
+    told = "only its state dict is read: 'optimizer', 'epoch' beside it is left out"
+    assert any(told in remark for remark in found.remarks) == (key != "state_dict")
+
+
+def test_of_several_state_dicts_none_is_taken(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    torch.save({"model": net.state_dict(), "ema": net.state_dict()}, tmp_path / "last.pt")
+    with refused(LayoutError):
+        open_checkpoint(str(tmp_path / "last.pt"))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_weights_that_zero_stage_3_had_partitioned_are_refused(kind: str, tmp_path: Path) -> None:
+    tensors = {"up.weight": torch.zeros(0), "down.weight": torch.zeros(0), "norm.weight": torch.ones(3)}
+    src = _write(tmp_path / "src", kind, {"1": tensors}, index=False)
+    with refused(LayoutError):
+        ckpttool.consolidate(src, tmp_path / "out", to="safetensors")
+    (finding,) = ckpttool.verify(src).findings
+    assert "holds 2 of 3 weights without elements" in str(finding)

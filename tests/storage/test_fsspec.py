@@ -293,7 +293,7 @@ def _assert_no_secret(text: str) -> None:
         (faults.Answer(403, "RequestTimeTooSkewed", "sesame"), "this machine's clock is wrong"),
         (faults.Answer(404, "NoSuchBucket", "sesame"), "the bucket does not exist"),
         (faults.Answer(400, "AuthorizationHeaderMalformed", "sesame"), "the region or the credentials are wrong"),
-        (faults.Answer(418, "Teapot", "sesame"), "the store answered Teapot"),
+        (faults.Answer(418, "Teapot", "AKIASESAMESESAME"), "the store answered Teapot"),
     ],
     ids=lambda v: v.code if isinstance(v, faults.Answer) else "",
 )

@@ -32,8 +32,13 @@ from tests.wording import refused
 
 def client_error(code: str, status: int = 400) -> Exception:
     """As s3fs raises what S3 answered; the message holds what must not be shown."""
-    said = {"Error": {"Code": code, "Message": "sesame"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return translate_boto_error(ClientError(said, "GetObject"))  # type: ignore[no-any-return]
+    return answered(code, "AKIA0sesame0sesame", status=status)
+
+
+def answered(code: str, message: str, operation: str = "GetObject", status: int = 400) -> Exception:
+    """As s3fs raises what a store answered."""
+    said = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return translate_boto_error(ClientError(said, operation))  # type: ignore[no-any-return]
 
 
 def caused(error: Exception, by: Exception) -> Exception:
@@ -134,6 +139,26 @@ def test_a_permanent_error_is_reported_at_once(error: Exception, problem: str) -
     assert len(tries) == 1
     assert str(caught.value).startswith(f"s3://b/k: {problem}")
     assert "sesame" not in str(caught.value)
+
+
+CHECKSUMS = {
+    "of an upload": answered("NotImplemented", "A header you provided is not implemented.", "PutObject", 501),
+    "in the message": answered("Odd", "x-amz-sdk-checksum-algorithm is not supported"),
+    "after retries": answered("XAmzContentSHA256Mismatch", "mismatch", "UploadPart"),
+    "of a read": answered("NotImplemented", "ranges"),
+    "unknown": answered("KeyTooLongError", "Your key is too long; secret wJalrXUtnFEMI/K7MDENG/bPxRfiCY"),
+}
+
+
+@pytest.mark.parametrize("what", CHECKSUMS)
+def test_the_stores_own_message_is_shown(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.storage.retry.FIRST_PAUSE", 0)
+
+    def fail() -> None:
+        raise CHECKSUMS[what]
+
+    with refused(StorageError):
+        call("s3://b/k", fail, Tally())
 
 
 @pytest.mark.parametrize("error", PASSING, ids=_name)

@@ -16,7 +16,6 @@ import ckpttool
 from ckpttool.catalog.entries import (
     SNAPSHOT,
     directory_name,
-    is_checkpoint_name,
     last_commit,
     latest_of_ray,
     listed_by_ray,
@@ -26,6 +25,7 @@ from ckpttool.catalog.entries import (
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
+from ckpttool.formats.layouts import is_of_trainer
 from ckpttool.storage import LOCAL, MANIFEST, MARK
 from tests.cli.command import ckpttool as command
 from tests.forked import on_ranks
@@ -103,9 +103,9 @@ def test_checkpoints_removed_by_ray_meanwhile_are_left_out(tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", [OF_RAY, "ckpttool_00000012_0a1b2c3d", "ckpttool_00000012_000003_0a1b2c3d"])
 def test_names_of_checkpoints_are_known(name: str) -> None:
-    assert is_checkpoint_name(name)
-    assert not is_checkpoint_name(f"{name}.removed")
-    assert not is_checkpoint_name(f".{name}")
+    assert is_of_trainer(name)
+    assert not is_of_trainer(f"{name}.removed")
+    assert not is_of_trainer(f".{name}")
 
 
 def test_a_run_is_listed_with_what_it_was_reported_with(tmp_path: Path) -> None:

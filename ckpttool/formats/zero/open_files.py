@@ -738,9 +738,10 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     file = opener.open(models[name], numbers=True)
     if file is None:
         raise opener.errors[0]
-    if file.fields.values.get("param_shapes") is not None:
+    of_others = [n for n in opener.names if n.kind == "optimizer"]
+    alone = len(opener.names) == 1  # neither experts nor layers nor other model-parallel ranks
+    if file.fields.values.get("param_shapes") is not None and not (alone and opener.location.module_only):
         # Stages 1 and 2 list their parameters here, and keep the optimizer in separate files.
-        of_others = [n for n in opener.names if n.kind == "optimizer"]
         own = f"mp_rank_{model_rank:02d}"
         opener.missing(
             sorted({n.name.replace(f"mp_rank_{n.model_rank:02d}", own) for n in of_others}),
@@ -750,7 +751,9 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
             raise opener.errors[0]
         problem = "holds no ZeRO optimizer files"
         hint = "they hold the fp32 master weights: restore them from a copy, or choose another tag"
-        raise LayoutError(opener.location.directory, problem, hint)
+        if alone:
+            hint += '; the model\'s own weights are there: weights_from="module"'
+        raise LayoutError(opener.location.directory, problem, hint, ("weights_from",) if alone else ())
     optimizers = sorted((p for p in named if p.kind == "expert optimizer"), key=lambda p: p.expert)
     gone = sorted(set(range(max((p.expert for p in optimizers), default=-1) + 1)) - {p.expert for p in optimizers})
     stem = f"expp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"

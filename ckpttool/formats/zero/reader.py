@@ -58,6 +58,10 @@ PIPELINE_STAGE0 = (
 """Remark on a pipeline without ZeRO."""
 
 
+MODULE_ONLY = "the files of the optimizer are missing: the weights are the model's own copies"
+"""Remark on a checkpoint of stage 1 or 2 that is read from the file of the model alone."""
+
+
 class ModelPart(NamedTuple):
     """The part of the model on one model-parallel rank."""
 
@@ -178,6 +182,8 @@ def _partitions(
         return stage12.read_partitions(files, module, pipeline, report)
     if pipeline:
         return Partitions(nonpartitionable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
+    if files.model[0].fields.values.get("param_shapes") is not None:
+        return Partitions(remarks=(MODULE_ONLY,))
     from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
     return stage0.read_partitions(files, module, copies, experts, buffer_names, report)

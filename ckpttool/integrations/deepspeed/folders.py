@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.catalog.entries import trainer_commits
-from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats import open_whole
@@ -360,8 +360,8 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
         StorageError: A folder cannot be read.
     """
     found: list[Found] = []
-    for folder in folders:
-        found += (inside := candidates(storage, folder))
+    for number, folder in enumerate(folders):
+        found += (inside := candidates(storage, folder) if number else newest(storage, folder))
         if not inside:
             LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is skipped"))
     return [one.path for one in sorted(found, key=lambda one: one.thin)]

@@ -145,7 +145,9 @@ def load(  # noqa: PLR0913  public API
     checkpoint = open_together(
         paths[0],
         source_storage(paths, storage_options),
-        lambda: open_checkpoint(paths, tag=tag, options=storage_options, trust_names=trust_names),
+        lambda: open_checkpoint(
+            paths, tag=tag, options=storage_options, trust_names=trust_names, module_only=weights_only
+        ),
         ranks,
         timeout=timeout,
     )

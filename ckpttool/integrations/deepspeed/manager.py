@@ -25,7 +25,8 @@ from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
 from ckpttool.formats import open_whole, opening_options
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, checkpoints_below
+from ckpttool.formats.layouts import Place
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
@@ -817,7 +818,7 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: 
         CkptError: It cannot be opened.
     """
     try:
-        names = [posixpath.basename(one) for one in checkpoints_below(storage, path)] if name else []
+        names = [posixpath.basename(one) for one in Place(storage, path).below()] if name else []
         if name and name not in names:
             held = f"of the engines {', '.join(names)}" if names else "of one engine, saved alone"
             hint = "pass the engines by the names that they were saved with, or an engine alone"

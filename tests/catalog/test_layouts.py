@@ -1,0 +1,402 @@
+"""What a path is: one table of roots with the answer of each command, on disk and in a bucket."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+import ckpttool
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.errors import CkptError
+from ckpttool.formats import open_checkpoint
+from ckpttool.storage import aside_name, open_storage
+from ckpttool.storage.confined import local_storage
+from tests import sampling
+from tests.truth import HERE, source
+from tests.wording import refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.storage.server import Bucket
+
+
+@functools.cache
+def _made(kind: str, temporary: Path) -> Path:
+    """A checkpoint of a format without tags, made once."""
+    out = temporary / kind
+    src = source("zero2-dp2-bf16-sgd")
+    if kind == "dcp":
+        ckpttool.convert(src, out, to="dcp")
+    else:
+        ckpttool.consolidate(src, out, to="safetensors")
+    return out
+
+
+TAG = source("zero2-dp2-bf16-sgd") + "/global_step3"
+OTHER = source("zero2-dp2-bf16") + "/global_step3"
+COPIES = {
+    "tag": TAG,
+    "other": OTHER,
+    "trainer": source("zero2-dp2-bf16-trainer"),
+    "accelerate": source("zero2-dp2-bf16-accelerate"),
+    "lightning": source("zero2-dp2-bf16-lightning"),
+    "universal": source("universal-zero3-dp2-bf16-repeated"),
+    "verl": str(HERE / "fsdp/torch2.14.1-fsdp-3/verl"),
+    "actor": str(HERE / "fsdp/torch2.14.1-fsdp-3/verl/global_step_3/actor"),
+}
+
+
+def build(root: Path, layout: dict[str, str], temporary: Path) -> None:
+    """Make the files and directories of a row: a text after ">", a link after "@", an empty directory or a copy."""
+    root.mkdir(parents=True, exist_ok=True)
+    for name, what in layout.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if what.startswith(">"):
+            path.write_text(what[1:])
+        elif what.startswith("@"):
+            path.symlink_to(what[1:])
+        elif what == "empty":
+            path.mkdir()
+        elif what in {"dcp", "safetensors"}:
+            shutil.copytree(_made(what, temporary), path, dirs_exist_ok=True)
+        else:
+            kind, _, without = what.partition(" without ")
+            shutil.copytree(COPIES[kind], path, dirs_exist_ok=True)
+            for file in path.rglob(without) if without else ():
+                file.unlink()
+
+
+class Row(NamedTuple):
+    """A root, and what the tool says of it."""
+
+    layout: dict[str, str]
+    """Content by path, as ``build`` takes it."""
+    opens: str
+    """The directory of the checkpoint that is opened, "." for the root; "-" if it is refused."""
+    lists: str
+    """Names in ``ls``, older first: "*" after one that ``latest`` names, "!" if not whole; "" if it lists none."""
+    resumes: str
+    """Tags that a restore tries, the best first; "-" without one."""
+    src: str = ""
+    """What is passed: a path below the root."""
+
+
+STEPS = {"step3": "tag", "step6": "tag"}
+ROOT = {**STEPS, "latest": ">step6"}
+TABLE: dict[str, Row] = {
+    "a root": Row(ROOT, "step6", "step3 step6*", "step6 step3"),
+    "a tag": Row(ROOT, "step3", "step3", "-", "step3"),
+    "no latest": Row(STEPS, "-", "step3 step6", "step6 step3"),
+    "one tag, no latest": Row({"step3": "tag"}, "step3", "step3", "step3"),
+    "latest names a missing tag": Row({**STEPS, "latest": ">step9"}, "-", "step3 step6", "step6 step3"),
+    "latest is empty": Row({**STEPS, "latest": ">"}, "-", "step3 step6", "step6 step3"),
+    "latest leads out": Row({**STEPS, "latest": ">../x"}, "-", "step3 step6", "step6 step3"),
+    "latest is a directory": Row({**STEPS, "latest": "empty"}, "-", "step3 step6", "step6 step3"),
+    "a tag with parts": Row({"a/step3": "tag", "latest": ">a/step3"}, "a/step3", "a*!", "a/step3"),
+    "rank files beside latest": Row({**ROOT, "": "other"}, "step6", "step3 step6*", "step6 step3"),
+    "rank files beside latest that names a missing tag": Row(
+        {**STEPS, "latest": ">step9", "": "other"}, "-", "step3 step6", "step6 step3"
+    ),
+    "rank files beside tags": Row({**STEPS, "": "other"}, "-", "step3 step6", "step6 step3"),
+    "one stray beside latest": Row(
+        {**ROOT, "mp_rank_00_model_states.pt": ">x"}, "step6", "step3 step6*", "step6 step3"
+    ),
+    "a DCP marker beside latest": Row({**ROOT, ".metadata": ">x"}, "step6", "step3 step6*", "step6 step3"),
+    "DCP beside latest": Row({**ROOT, "": "dcp"}, "step6", "step3 step6*", "step6 step3"),
+    "DCP beside latest of a missing tag": Row({"latest": ">step9", "": "dcp"}, "-", "", "-"),
+    "a tag with latest of itself": Row({"": "tag", "latest": ">run"}, ".", "run", "-"),
+    "weights beside latest": Row({**ROOT, "": "safetensors"}, "step6", "step3 step6*", "step6 step3"),
+    "a torn newest": Row(
+        {"step3": "tag", "step6": "tag without *optim_states.pt", "latest": ">step6"},
+        "-",
+        "step3 step6*!",
+        "step6 step3",
+    ),
+    "an empty directory": Row({}, "-", "", "-"),
+    "an empty tag": Row({"step3": "tag", "step6": "empty", "latest": ">step6"}, "-", "step3", "step3"),
+    "a foreign directory": Row({**ROOT, "logs/events": ">x"}, "step6", "step3 step6*", "step6 step3"),
+    "files alone": Row({"notes.txt": ">x"}, "-", "", "-"),
+    "two models": Row(
+        {"pytorch_model": "tag", "pytorch_model_1": "other", "latest": ">pytorch_model_1"},
+        "pytorch_model_1",
+        "pytorch_model pytorch_model_1*",
+        "pytorch_model_1 pytorch_model",
+    ),
+    "universal": Row({"": "universal"}, "global_step3_universal", "global_step3_universal*", "global_step3_universal"),
+    "universal beside tags": Row(
+        {"": "universal", "step3": "tag", "latest": ">step3"},
+        "step3",
+        "global_step3_universal* step3*",
+        "step3 global_step3_universal",
+    ),
+    "latest is a link to the tag": Row({**STEPS, "latest": "@step6"}, "step6", "step3 step6*", "step6 step3"),
+    "latest links to a file that names it": Row(
+        {**STEPS, "newest": ">step6", "latest": "@newest"}, "step6", "step3 step6*", "step6 step3"
+    ),
+    "a link to a tag": Row({**ROOT, "last": "@step6"}, "step6", "last step3 step6*", "step6 step3 last"),
+    "a link to itself": Row({**ROOT, "last.ckpt": "@last.ckpt"}, "step6", "step3 step6*", "step6 step3"),
+    "links to each other": Row({**ROOT, "a": "@b", "b": "@a"}, "step6", "step3 step6*", "step6 step3"),
+    "a dangling link": Row({**ROOT, "x": "@gone"}, "step6", "step3 step6*", "step6 step3"),
+    "a link to itself in a tag": Row({**ROOT, "step6/x": "@x"}, "step6", "step3 step6*", "step6 step3"),
+    "latest links to itself": Row({**STEPS, "latest": "@latest"}, "-", "step3 step6", "step6 step3"),
+    "a link out of the root": Row(
+        {**ROOT, "../elsewhere/step9": "tag", "step9": "@../elsewhere/step9"},
+        "step6",
+        "step3 step6* step9!",
+        "step6 step3",
+    ),
+    "a Trainer's run": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer"},
+        "checkpoint-6/global_step3",
+        "checkpoint-3 checkpoint-6",
+        "-",
+    ),
+    "a Trainer's checkpoint": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer"},
+        "checkpoint-3/global_step3",
+        "global_step3*",
+        "global_step3",
+        "checkpoint-3",
+    ),
+    "a Trainer's run, the newest torn": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer without *optim_states.pt"},
+        "checkpoint-3/global_step3",
+        "checkpoint-3 checkpoint-6!",
+        "-",
+    ),
+    "a Trainer's run, rank files in the newest": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer", "checkpoint-6/mp_rank_00_model_states.pt": ">x"},
+        "checkpoint-6/global_step3",
+        "checkpoint-3 checkpoint-6",
+        "-",
+    ),
+    "a Trainer's run with one": Row({"checkpoint-3": "trainer"}, "checkpoint-3/global_step3", "checkpoint-3", "-"),
+    "a Trainer's run with weights": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer", "": "safetensors"},
+        "checkpoint-6/global_step3",
+        "checkpoint-3 checkpoint-6",
+        "-",
+    ),
+    "a Trainer's checkpoint of weights": Row({"checkpoint-3": "safetensors"}, "-", "checkpoint-3", "-"),
+    "a Trainer's run beside tags": Row(
+        {**ROOT, "checkpoint-3": "trainer"}, "step6", "checkpoint-3 step3 step6*", "step6 step3"
+    ),
+    "Accelerate": Row({"": "accelerate"}, "pytorch_model", "pytorch_model*", "pytorch_model"),
+    "a project of Accelerate": Row(
+        {"checkpoints/checkpoint_0": "accelerate", "checkpoints/checkpoint_1": "accelerate"},
+        "-",
+        "checkpoint_0 checkpoint_1",
+        "-",
+        "checkpoints",
+    ),
+    "Accelerate above": Row(
+        {"checkpoints/checkpoint_0": "accelerate", "checkpoints/checkpoint_1": "accelerate"}, "-", "", "-"
+    ),
+    "Lightning": Row({"": "lightning"}, "checkpoint", "checkpoint*", "checkpoint"),
+    "a run of Lightning": Row(
+        {"epoch=0.ckpt": "lightning", "last.ckpt": "lightning"}, "-", "epoch=0.ckpt last.ckpt", "-"
+    ),
+    "a run of Lightning with a link": Row(
+        {"epoch=0.ckpt": "lightning", "last.ckpt": "@epoch=0.ckpt"}, "-", "epoch=0.ckpt last.ckpt", "-"
+    ),
+    "one of Lightning": Row({"epoch=0.ckpt": "lightning"}, "epoch=0.ckpt/checkpoint", "epoch=0.ckpt", "-"),
+    "a run of Ray": Row(
+        {"checkpoint_2026-01-01_00-00-00.000000": "lightning", "checkpoint_2026-01-02_00-00-00.000000": "lightning"},
+        "-",
+        "checkpoint_2026-01-01_00-00-00.000000 checkpoint_2026-01-02_00-00-00.000000",
+        "-",
+    ),
+    "a checkpoint of Ray": Row(
+        {"checkpoint_2026-01-01_00-00-00.000000/epoch": "lightning"},
+        "checkpoint_2026-01-01_00-00-00.000000/epoch/checkpoint",
+        "epoch!",
+        "-",
+        "checkpoint_2026-01-01_00-00-00.000000",
+    ),
+    "a storage path of Ray": Row(
+        {"run/checkpoint_2026-01-01_00-00-00.000000": "lightning", "run/checkpoint_manager_snapshot.json": ">{}"},
+        "run/checkpoint_2026-01-01_00-00-00.000000/checkpoint",
+        "",
+        "-",
+    ),
+    "a storage path of Ray with two checkpoints": Row(
+        {f"run/checkpoint_2026-01-0{day}_00-00-00.000000": "lightning" for day in (1, 2)}, "-", "", "-"
+    ),
+    "latest with a byte order mark": Row({**STEPS, "latest": ">\ufeffstep6\n"}, "step6", "step3 step6*", "step6 step3"),
+    "latest with a slash": Row({**STEPS, "latest": ">./step6/"}, "step6", "step3 step6*", "step6 step3"),
+    "latest with blanks": Row({**STEPS, "latest": ">  step6 \n"}, "step6", "step3 step6*", "step6 step3"),
+    "latest beside latest_universal": Row(
+        {**ROOT, "latest_universal": ">step3"}, "step6", "step3* step6*", "step6 step3"
+    ),
+    "latest_universal alone": Row({**STEPS, "latest_universal": ">step3"}, "step3", "step6 step3*", "step6 step3"),
+    "a hidden tag": Row({**ROOT, ".step9": "tag"}, "step6", ".step9 step3 step6*", "step6 step3"),
+    "a directory that is half removed": Row(
+        {**ROOT, aside_name("step9"): "tag"}, "step6", f"step3 step6* {aside_name('step9')}!", "step6 step3"
+    ),
+    "an uncommitted save": Row(
+        {**ROOT, "step9": "tag", "step9/.ckpttool-staging": ">{}"}, "step6", "step3 step6* step9!", "step6 step3"
+    ),
+    "a root that is being written": Row({**ROOT, ".ckpttool-staging": ">{}"}, "-", "", "step6 step3"),
+    "a pointer of git-lfs in a tag": Row(
+        {**ROOT, "step6/mp_rank_00_model_states.pt": ">version https://git-lfs.github.com/spec/v1"},
+        "-",
+        "step3 step6*!",
+        "step6 step3",
+    ),
+    "a dead link in a tag": Row(
+        {
+            "step3": "tag",
+            "step6": "tag without mp_rank*",
+            "step6/mp_rank_00_model_states.pt": "@gone",
+            "latest": ">step6",
+        },
+        "-",
+        "step3 step6*!",
+        "step6 step3",
+    ),
+    "dead links alone": Row({"model.safetensors": "@../../blobs/1"}, "-", "", "-"),
+    "Orbax": Row({"_CHECKPOINT_METADATA": ">x", "d/0": ">x"}, "-", "", "-"),
+    "Orbax beside latest": Row({**ROOT, "_CHECKPOINT_METADATA": ">x"}, "step6", "step3 step6*", "step6 step3"),
+    "Megatron": Row(
+        {"latest_checkpointed_iteration.txt": ">5", "iter_0000005/mp_rank_00/model_optim_rng.pt": ">x"}, "-", "", "-"
+    ),
+    "Megatron-DeepSpeed": Row(
+        {**ROOT, "latest_checkpointed_iteration.txt": ">6"}, "step6", "step3 step6*", "step6 step3"
+    ),
+    "FSDP1 of Accelerate": Row({"pytorch_model_fsdp_rank0.bin": ">x"}, "-", "", "-"),
+    "an adapter": Row({"adapter_config.json": ">{}", "": "safetensors"}, ".", "", "-"),
+    "weights beside one tag": Row({"step3": "tag", "": "safetensors"}, "step3", "step3", "step3"),
+    "a tag with weights": Row({**ROOT, "step6/x": "safetensors"}, "step6", "step6*", "-", "step6"),
+    "DCP beside tags": Row({**STEPS, "": "dcp"}, "-", "step3 step6", "step6 step3"),
+    "a missing path": Row({}, "-", "", "-", "gone"),
+    "a tag in a run of a Trainer, by its path": Row(
+        {"checkpoint-3": "trainer"}, "checkpoint-3/global_step3", "global_step3*", "-", "checkpoint-3/global_step3"
+    ),
+    "rank files alone": Row({"": "tag"}, ".", "run", "-"),
+    "rank files in a Trainer's checkpoint": Row(
+        {"checkpoint-3": "trainer", "checkpoint-3/mp_rank_00_model_states.pt": ">x"},
+        "checkpoint-3/global_step3",
+        "global_step3*",
+        "global_step3",
+        "checkpoint-3",
+    ),
+    "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3", "-"),
+    "a step of verl": Row({"": "verl"}, "global_step_3/actor", "actor", "-", "global_step_3"),
+    "verl, latest of a missing step": Row(
+        {"": "verl", "latest_checkpointed_iteration.txt": ">9"}, "-", "global_step_3", "-"
+    ),
+    "verl, actor and critic": Row({"": "verl", "global_step_3/critic": "actor"}, "-", "global_step_3", "-"),
+    "verl, the model": Row({"": "verl"}, "global_step_3/actor", "", "-", "global_step_3/actor"),
+    "torchtitan": Row({"step-3": "dcp", "step-6": "dcp"}, "step-6", "step-3 step-6", "-"),
+    "torchtitan, newest without metadata": Row({"step-3": "dcp", "step-6/__0_0.distcp": ">x"}, "step-3", "step-3", "-"),
+    "DCP": Row({"": "dcp"}, ".", "", "-"),
+    "DCP in a folder": Row({"x": "dcp"}, "-", "x", "-"),
+    "safetensors": Row({"": "safetensors"}, ".", "", "-"),
+    "safetensors in a folder": Row({"x": "safetensors"}, "-", "x", "-"),
+    "a safetensors file": Row({"": "safetensors"}, ".", "", "-", "model.safetensors"),
+    "a rank file": Row(ROOT, "-", "", "-", "step6/mp_rank_00_model_states.pt"),
+    "a rank file of an optimizer": Row(ROOT, "-", "", "-", "step6/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    "a file of verl": Row({"": "verl"}, "-", "", "-", "global_step_3/actor/model_world_size_3_rank_0.pt"),
+    "a file of DCP": Row({"": "dcp"}, "-", "", "-", "__0_0.distcp"),
+    "the file latest": Row(ROOT, "-", "", "-", "latest"),
+    "a file of universal": Row({"": "universal"}, "-", "", "-", "global_step3_universal/zero/optimizer_state.pt"),
+    "runs": Row(
+        {
+            "run2/step3": "tag",
+            "run2/step6": "tag",
+            "run2/latest": ">step6",
+            "run10/step3": "tag",
+            "run10/step6": "tag",
+            "run10/latest": ">step6",
+        },
+        "-",
+        "run2! run10!",
+        "-",
+    ),
+    "a run below": Row({"run2/step3": "tag", "run2/step6": "tag", "run2/latest": ">step6"}, "run2/step6", "run2!", "-"),
+}
+
+
+def _opened(src: str, root: str) -> str:
+    location = open_checkpoint(src).location
+    return location.removeprefix(root).strip("/") or "."
+
+
+def _listed(src: str) -> str:
+    try:
+        found = ckpttool.ls(src)
+    except CkptError:
+        return ""
+    return " ".join(f"{e.name}{'*' if e.latest else ''}{'' if e.whole else '!'}" for e in found.entries)
+
+
+def _resumed(src: str) -> str:
+    storage = open_storage(src) if src.startswith("s3:") else local_storage([src], None)
+    return " ".join(one.tag for one in candidates(storage, src)) or "-"
+
+
+@pytest.fixture(scope="module")
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("made")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: Path, temporary: Path) -> None:
+    row, root = TABLE[name], tmp_path / "run"
+    build(root, row.layout, temporary)
+    src = str(root / row.src)
+    if row.opens == "-":
+        with refused(CkptError):
+            open_checkpoint(src)
+    else:
+        assert _opened(src, str(root)) == row.opens
+    assert (_listed(src), _resumed(src)) == (row.lists, row.resumes)
+
+
+def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+    possible = [n for n, r in TABLE.items() if r.layout and not any(w[0] in "@e" for w in r.layout.values())]
+    possible.remove("a directory that is half removed")  # a bucket renames no directory: a marker tells it
+    rows = {name: TABLE[name] for name in sampling.some(possible, 20)}
+    for number, row in enumerate(rows.values()):
+        build(tmp_path / str(number) / "run", row.layout, temporary)
+    s3.upload(tmp_path, "all")
+    wrong = {}
+    for number, (name, row) in enumerate(rows.items()):
+        root = s3.url(f"all/{number}/run")
+        src = f"{root}/{row.src}".rstrip("/")
+        try:
+            opened = _opened(src, root)
+        except CkptError:
+            opened = "-"
+        answer = opened, _listed(src), _resumed(src)
+        if answer != row[1:4]:
+            wrong[name] = answer
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("a storage path")])
+def test_ls_names_the_run_below(name: str, tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE[name].layout, temporary)
+    with refused(CkptError):
+        ckpttool.ls(tmp_path / "run")
+    assert ckpttool.ls(tmp_path / "run/run").entries
+
+
+@pytest.mark.parametrize("name", ["rank files beside latest", "DCP beside latest", "one stray beside latest"])
+def test_files_beside_latest_are_neither_read_nor_copied(name: str, tmp_path: Path, temporary: Path) -> None:
+    root = tmp_path / "run"
+    build(root, TABLE[name].layout, temporary)
+    expected = ckpttool.digest(root / "step6")
+    assert ckpttool.digest(root).weights == expected.weights
+    assert ckpttool.digest(root, tag="step3").weights == ckpttool.digest(root / "step3").weights
+    report = ckpttool.consolidate(root, tmp_path / "weights", to="safetensors")
+    assert any("not read, latest names step6" in note for note in report.notes)
+    ckpttool.cp(root, tmp_path / "copy")
+    assert {p.name for p in (tmp_path / "copy").iterdir()} >= {"step6", "latest"}
+    assert not list((tmp_path / "copy").glob("*.pt"))
+    assert any("in the root itself" in problem for problem in ckpttool.ls(root).problems)
