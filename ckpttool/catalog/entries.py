@@ -199,7 +199,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     refuse_unfinished(storage, root)
     storage.list_tree(root)
     here = Place(storage, root)
-    beside = here.strays or (here.rank_files if here.rivals and here.tags else [])
+    beside = here.strays or (here.rank_files if here.rivals and (here.pointer is None or here.tags) else [])
     if here.rank_files and not beside:
         root, directories = parent(root), [Found(storage, parent(root), posixpath.basename(root))]
     else:

@@ -179,7 +179,7 @@ class Place:
         if self.pointer is not None and self.pointer.error is None:
             return [self.pointer.tag] if self.pointer.tag != self.name else []
         below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
-        return sorted((one.tag for one in below if one.is_tag), key=natural_order)
+        return sorted({*(one.tag for one in below if one.is_tag), *self.steps}, key=natural_order)
 
     @cached_property
     def found(self) -> list[Found]:

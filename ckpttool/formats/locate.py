@@ -205,7 +205,7 @@ def refuse_rivals(here: Place) -> None:
     beside = f"holds {brief(here.marker or here.rank_files[0])} of one checkpoint"
     if here.pointer is None:
         newest = posixpath.join(here.path, here.rivals[-1])
-        problem = f"{beside} beside the tags {names}, and no latest"
+        problem = f"{beside} beside the checkpoints {names}, and no latest"
         raise LayoutError(here.path, problem, f"pass {newest}, or move the files in {here.path} to another directory")
     problem = f"{beside}, but {posixpath.basename(here.pointer.path)} names {brief(names, 200)}, which is not there"
     hint = f"restore {brief(names, 200)} from a copy, or remove {here.pointer.path} to read these files"

@@ -66,10 +66,12 @@ def explained(storage: Storage, error: CkptError) -> CkptError:
         return error
     if is_dead(storage, error.path):
         return ContainerError(error.path, _leading_nowhere(error.path), _next_step(error.path) or RELINK)
+    if not isinstance(error, ContainerError | LayoutError):
+        return error  # the file cannot be read: no second request
     if not storage.is_dir(error.path):
         return _of_content(storage, error) if storage.exists(error.path) else error
     dead = [posixpath.join(error.path, name) for name in dead_links(storage, error.path)]
-    if not dead or not isinstance(error, LayoutError):
+    if not dead:
         return error
     more = f", and {len(dead) - 1} links more" if len(dead) > 1 else ""
     problem = f"{error.problem}; {posixpath.basename(dead[0])} {_leading_nowhere(dead[0])}{more}"

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import ckpttool
-from ckpttool.catalog.restore_order import candidates
-from ckpttool.errors import CkptError
+from ckpttool.catalog.cleanup import maintain, rotate
+from ckpttool.catalog.restore_order import candidates, find
+from ckpttool.catalog.retention import Rules
+from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats import open_checkpoint
-from ckpttool.storage import aside_name, open_storage
+from ckpttool.saving.coordination import Alone
+from ckpttool.storage import LOCAL, aside_name, open_storage
 from ckpttool.storage.confined import local_storage
 from tests import sampling
+from tests.saving.checkpoints import save_version
 from tests.truth import HERE, source
 from tests.wording import refused
 
@@ -285,6 +289,64 @@ TABLE: dict[str, Row] = {
         "global_step3",
         "checkpoint-3",
     ),
+    "a link to the root in it": Row({**ROOT, "x": "@."}, "step6", "step3 x! step6*", "step6 step3"),
+    "a link to the root alone": Row({"x": "@."}, "-", "", "-"),
+    "a link above in a Trainer's run": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "trainer", "x": "@.."},
+        "checkpoint-6/global_step3",
+        "x! checkpoint-3 checkpoint-6",
+        "-",
+    ),
+    "a link to the root in a tag": Row({**ROOT, "step6/x": "@.."}, "step6", "step3 step6*", "step6 step3"),
+    "rank files in Accelerate's folder": Row(
+        {"": "accelerate", "mp_rank_00_model_states.pt": ">x"}, "pytorch_model", "pytorch_model*", "pytorch_model"
+    ),
+    "rank files in Lightning's folder": Row(
+        {"": "lightning", "mp_rank_00_model_states.pt": ">x"}, "checkpoint", "checkpoint*", "checkpoint"
+    ),
+    "a checkpoint of Lightning with rank files in a run": Row(
+        {"epoch=0.ckpt": "lightning", "epoch=0.ckpt/mp_rank_00_model_states.pt": ">x"},
+        "epoch=0.ckpt/checkpoint",
+        "epoch=0.ckpt",
+        "-",
+    ),
+    "rank files in a checkpoint of Ray": Row(
+        {
+            "checkpoint_2026-01-01_00-00-00.000000": "lightning",
+            "checkpoint_2026-01-01_00-00-00.000000/mp_rank_00_model_states.pt": ">x",
+        },
+        "checkpoint_2026-01-01_00-00-00.000000/checkpoint",
+        "checkpoint_2026-01-01_00-00-00.000000",
+        "-",
+    ),
+    "rank files in a run of verl": Row({"": "verl", "mp_rank_00_model_states.pt": ">x"}, "-", "global_step_3", "-"),
+    "rank files beside universal": Row(
+        {"": "universal", "mp_rank_00_model_states.pt": ">x"},
+        "global_step3_universal",
+        "global_step3_universal*",
+        "global_step3_universal",
+    ),
+    "a root of links to tags": Row(
+        {
+            "../disk/step3": "tag",
+            "../disk/step6": "tag",
+            "step3": "@../disk/step3",
+            "step6": "@../disk/step6",
+            "latest": ">step6",
+        },
+        "-",
+        "step3! step6*!",
+        "-",
+    ),
+    "latest is a link to a tag out of the root": Row(
+        {**STEPS, "../disk/step9": "tag", "latest": "@../disk/step9"}, "-", "step3 step6", "-"
+    ),
+    "a chain of links": Row(
+        {**STEPS, "a": "@step6", "b": "@a", "latest": ">b"}, "b", "a step3 step6 b*", "b step6 step3 a"
+    ),
+    "latest names a link": Row(
+        {**STEPS, "last": "@step3", "latest": ">last"}, "last", "step3 step6 last*", "last step6 step3"
+    ),
     "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3", "-"),
     "a step of verl": Row({"": "verl"}, "global_step_3/actor", "actor", "-", "global_step_3"),
     "verl, latest of a missing step": Row(
@@ -337,7 +399,10 @@ def _listed(src: str) -> str:
 
 def _resumed(src: str) -> str:
     storage = open_storage(src) if src.startswith("s3:") else local_storage([src], None)
-    return " ".join(one.tag for one in candidates(storage, src)) or "-"
+    try:
+        return " ".join(one.tag for one in candidates(storage, src)) or "-"
+    except LinkError:
+        return "-"
 
 
 @pytest.fixture(scope="module")
@@ -400,3 +465,19 @@ def test_files_beside_latest_are_neither_read_nor_copied(name: str, tmp_path: Pa
     assert {p.name for p in (tmp_path / "copy").iterdir()} >= {"step6", "latest"}
     assert not list((tmp_path / "copy").glob("*.pt"))
     assert any("in the root itself" in problem for problem in ckpttool.ls(root).problems)
+
+
+@pytest.mark.parametrize("where", ["", "step2"])
+def test_a_link_to_itself_blocks_neither_rotation_nor_removal(where: str, tmp_path: Path) -> None:
+    root, run = tmp_path / "root", tmp_path / "run"
+    for number in (1, 2, 3):
+        save_version(LOCAL, str(root), Alone(), f"step{number}", number)
+        save_version(LOCAL, str(run / f"checkpoint-{number}"), Alone(), "step2", number)
+    for path in (root / where, run / "checkpoint-1" / where, run):
+        (path / "last.ckpt").symlink_to("last.ckpt")
+    maintain(LOCAL, str(root), Rules(last=2), grace=1e9)
+    assert {p.name for p in root.iterdir()} >= {"step2", "step3"}
+    assert not (root / "step1").exists()
+    assert rotate(LOCAL, str(run), 2, keep=(), grace=1e9) == [str(run / "checkpoint-1")]
+    assert [d.keep for d in ckpttool.prune(root, keep_last=1)] == [False, True]
+    assert [one.tag for one in find(LOCAL, str(root), None)] == ["step3"]
