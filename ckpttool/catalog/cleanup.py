@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import posixpath
-import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import (
-    PARTIAL,
     TakenError,
     below,
     find_pin,
@@ -41,7 +39,8 @@ from ckpttool.storage import (
     links_below,
     walk,
 )
-from ckpttool.storage.base import WHOLE
+from ckpttool.storage.base import SET_ASIDE, WHOLE
+from ckpttool.storage.safe_files import PARTIAL, is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
-SCRATCH = ".ckpttool-scratch-"
-"""Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
 def maintain(
@@ -243,17 +240,17 @@ def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Ite
 
 
 def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str]) -> list[str]:
-    """Return incomplete files like ``latest.0123abcd.partial``, and markers of outputs that are committed.
+    """Return incomplete files (``is_temporary``), and markers of outputs that are committed.
 
     If another process is writing such a small file, ``LocalStorage.put`` writes it again.
     """
     if storage.remote:  # without incomplete files and such markers
         return []
     names = [e.name for e in storage.listing(root) if not e.is_dir] if storage.is_dir(root) else []
-    partial = [name for name in names if re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", name)]
+    partial = [name for name in names if is_temporary(name)]
     # In a staging directory, which has the suffix, a later run needs the marker.
     committed = (c for c in checkpoints if storage.is_dir(c) and not c.endswith(PARTIAL))
-    marks = [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE)]
+    marks = [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE) if name == WHOLE]
     return [*(posixpath.join(root, name) for name in partial), *marks]
 
 
@@ -264,12 +261,11 @@ def _is_abandoned(storage: Storage, path: str, marked: Iterable[str], grace: flo
 
 
 def _is_left_over(storage: Storage, directory: str) -> bool:
-    if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
+    if is_half_removed(storage, directory):
         return True
-    if directory.endswith(REPLACED):
-        return is_commit(storage, directory.removesuffix(REPLACED)) and is_whole(
-            storage, directory.removesuffix(REPLACED)
-        )
+    if directory.endswith(REPLACED) and storage.exists(posixpath.join(directory, SET_ASIDE)):
+        replacing = directory.removesuffix(REPLACED)
+        return is_commit(storage, replacing) and is_whole(storage, replacing)
     return is_unfinished(storage, directory)
 
 

@@ -66,8 +66,8 @@ class GitState:
 def git_state() -> GitState:
     """Return the state of the repository of the running script; the first call starts git, and does not wait.
 
-    A script among installed packages, such as the script of a worker of Ray, is not the user's code: its repository would be
-    the one that contains the virtual environment.
+    A script among installed packages, such as the script of a worker of Ray, is not the user's code: its repository
+    would be the one that contains the virtual environment.
     """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     directory = os.path.dirname(os.path.abspath(script)) if script else os.getcwd()

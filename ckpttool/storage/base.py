@@ -81,7 +81,9 @@ THINNING = ".ckpttool-thinning"
 """Name of the marker in a whole checkpoint while ``prune`` replaces its files with only its weights."""
 WHOLE = ".ckpttool-whole"
 """Name of the in-progress marker of a local output once all is written and compared, until the directory is renamed."""
-BESIDE = frozenset({MARK, PIN, THINNING, WHOLE})
+SET_ASIDE = ".ckpttool-set-aside"
+"""Name of the marker in a checkpoint that a save has renamed, until its new one is committed."""
+BESIDE = frozenset({MARK, PIN, THINNING, WHOLE, SET_ASIDE})
 """Names of files in the directory of a checkpoint that are not part of it."""
 MAX_DEPTH = 32
 """Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests without end."""

@@ -282,9 +282,19 @@ def aside_name(name: str) -> str:
 
 
 def _checked(name: str) -> str:
-    import hashlib  # most commands remove nothing
+    return f".{name}.{proof_of_name('removed', name)}{REMOVED}"
 
-    return f".{name}.{hashlib.sha256(b'removed by ckpttool: ' + os.fsencode(name)).hexdigest()[:16]}{REMOVED}"
+
+def proof_of_name(what: str, name: str) -> str:
+    """Return a checksum in a name that ckpttool gives, which distinguishes it from a name that a user gives.
+
+    Args:
+        what: What ckpttool does with the file or directory.
+        name: The rest of the name.
+    """
+    import hashlib  # most commands write and remove nothing
+
+    return hashlib.sha256(f"{what} by ckpttool: ".encode() + os.fsencode(name)).hexdigest()[:16]
 
 
 def remove_tree(path: str) -> None:
