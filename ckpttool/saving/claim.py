@@ -18,7 +18,7 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats import is_whole
+from ckpttool.formats import can_resume, is_whole
 from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
@@ -242,8 +242,10 @@ class Claim:
             _try_each([self._restore_replaced])  # also if the rename succeeded, and its sync failed
             raise
         if not moved:
-            if not any(one.path != directory for one in commits(scan(storage, self._root))):
-                problem = "is the only whole checkpoint, and this storage cannot keep it until the new one is committed"
+            others = (one.path for one in commits(scan(storage, self._root)) if one.path != directory)
+            if not any(can_resume(storage, path) for path in others):
+                only = "is the only whole checkpoint with an optimizer"
+                problem = f"{only}, and this storage cannot keep it until the new one is committed"
                 raise StorageError(directory, problem, "choose another tag")
             storage.remove_tree(directory)
 
