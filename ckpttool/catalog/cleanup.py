@@ -39,7 +39,7 @@ from ckpttool.storage import (
     links_below,
     walk,
 )
-from ckpttool.storage.base import SET_ASIDE, WHOLE
+from ckpttool.storage.base import PINNED, SET_ASIDE, WHOLE, PinnedError
 from ckpttool.storage.safe_files import PARTIAL, is_temporary
 
 if TYPE_CHECKING:
@@ -153,7 +153,10 @@ def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str 
     """
     why = changed_since(storage, path, state, root)
     if why is None:
-        storage.remove_tree(path)
+        try:
+            storage.remove_tree(path, unless_pinned=True)
+        except PinnedError as error:
+            return error.problem
     return why
 
 
@@ -175,7 +178,7 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
     if find_pin(storage, path) is not None:  # a dangling link is a pin, and not part of the state
-        return "pinned meanwhile"
+        return PINNED
     return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
 

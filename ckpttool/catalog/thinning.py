@@ -26,7 +26,7 @@ from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_old
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_old
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
@@ -41,6 +41,7 @@ from ckpttool.formats.zero.files import parse_name
 from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, walk
+from ckpttool.storage.base import PinnedError
 from ckpttool.storage.safe_files import is_temporary
 from ckpttool.targets.thin import plan_thin
 
@@ -288,6 +289,8 @@ class _Work:
 
     def _commit(self, manifest: Manifest, names: Mapping[str, Any]) -> None:
         self._check_ours()
+        if find_pin(self.storage, self.directory) is not None:
+            raise PinnedError(self.directory)
         old = names.get(MANIFEST)
         data = manifest.to_json(self.options.key)
         path = posixpath.join(self.directory, MANIFEST)

@@ -552,8 +552,8 @@ def rewound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         saving = threading.Thread(target=save)
         removed = LOCAL.remove_tree
 
-        def slow(_: object, path: str) -> None:
-            removed(path)
+        def slow(_: object, path: str, **options: Any) -> None:
+            removed(path, **options)
             if path in {f"{root}/step1", f"{root}/checkpoint-1"} and not saving.ident:
                 before = latest.read_text()
                 saving.start()
