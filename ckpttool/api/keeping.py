@@ -239,7 +239,7 @@ def prune(  # noqa: PLR0913  public API
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
-    decisions = decide(found.entries, rules, root=found.root)
+    decisions = [_for_nested(storage, decision) for decision in decide(found.entries, rules, root=found.root)]
     thinnings: list[Thinning] = []
     if rules.weights is not None:
         thin_options = _thin_options(rules, options, key)
@@ -252,6 +252,14 @@ def prune(  # noqa: PLR0913  public API
             errors.append(_old_files_stay(error))
             decisions[number] = replace(decision, reason=errors[-1].problem)
     return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress, errors)
+
+
+def _for_nested(storage: Storage, decision: Decision) -> Decision:
+    """Keep a checkpoint that would take others along."""
+    from ckpttool.formats.nested import why_kept
+
+    why = None if decision.keep else why_kept(storage, decision.entry.path)
+    return decision if why is None else replace(decision, keep=True, freed=0, reason=why)
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:

@@ -27,6 +27,7 @@ from ckpttool.commit.marks import (
 )
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
+from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.messages import printable
 from ckpttool.storage import (
@@ -151,7 +152,7 @@ def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str 
     Raises:
         StorageError: It cannot be removed.
     """
-    why = changed_since(storage, path, state, root)
+    why = changed_since(storage, path, state, root) or why_kept(storage, path)
     if why is None:
         try:
             storage.remove_tree(path, unless_pinned=True)

@@ -19,6 +19,7 @@ from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import can_resume, is_whole
+from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
@@ -72,12 +73,14 @@ class Claim:
             return "free"
         if is_unfinished(storage, directory):
             self._check_dead()
+            self._check_alone()
             return "unfinished"
         if not overwrite:
             what = "is saved already" if is_commit(storage, directory) else "holds other files"
             raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
+        self._check_alone()
         return "replaced"
 
     def take(self, state: str) -> str:
@@ -158,6 +161,15 @@ class Claim:
     def release(self) -> None:
         """Forget the attempt: from now on other saves of this process treat it as dead."""
         ALIVE.discard(self.attempt)
+
+    def _check_alone(self) -> None:
+        """Check that no checkpoint of another run would be removed with this one.
+
+        Raises:
+            StorageError: There is one.
+        """
+        if (why := why_kept(self._storage, self.directory)) is not None:
+            raise StorageError(self.directory, why, "choose another tag, or move them")
 
     def _check_dead(self) -> None:
         """Check that the save that wrote the directory's marker does not run any more.

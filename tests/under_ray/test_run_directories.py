@@ -334,7 +334,7 @@ def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
             call(tmp_path)
 
 
-@pytest.mark.parametrize("name", [MARK, temporary_name(MARK)])
+@pytest.mark.parametrize("name", [MARK, temporary_name(MARK)], ids=["whole", "begun"])
 def test_a_leftover_with_a_marker_alone_is_seen_and_removed(name: str, tmp_path: Path) -> None:
     whole = _commit(tmp_path, 5, "aa", 1.0, 1)
     torn = tmp_path / directory_name(6, 2, "bb") / "global_step6"
