@@ -78,13 +78,22 @@ def pin(
     Raises:
         CkptError: The checkpoint is missing or damaged, the reason is empty, or the pin cannot be written.
     """
-    from ckpttool.commit.marks import Pin, write_pin
+    from ckpttool.commit import read_mark
+    from ckpttool.commit.marks import Pin, is_alive, write_pin
+    from ckpttool.storage import BESIDE, PIN, is_half_removed, walk
 
     if not why.strip():
         raise ArgumentError("why", "is empty", "say why the checkpoint is to be kept")
     storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
     made = Pin(_who(), time.time(), why.strip())
     write_pin(storage, directory, made)
+    storage.refresh([])
+    there = storage.is_dir(directory) and any(name not in BESIDE for name, _ in walk(storage, directory))
+    if not there or is_half_removed(storage, directory) or is_alive(read_mark(storage, directory, THINNING)):
+        if storage.exists(path := posixpath.join(directory, PIN)):
+            storage.delete([path])
+        problem = "is removed or thinned by another process meanwhile, and is not pinned"
+        raise StorageError(directory, problem, "list the checkpoints with ls, and pin one that is there")
     return made
 
 
@@ -230,7 +239,7 @@ def prune(  # noqa: PLR0913  public API
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
-    decisions = decide(found.entries, rules, root=found.root)
+    decisions = [_for_nested(storage, decision) for decision in decide(found.entries, rules, root=found.root)]
     thinnings: list[Thinning] = []
     if rules.weights is not None:
         thin_options = _thin_options(rules, options, key)
@@ -243,6 +252,14 @@ def prune(  # noqa: PLR0913  public API
             errors.append(_old_files_stay(error))
             decisions[number] = replace(decision, reason=errors[-1].problem)
     return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress, errors)
+
+
+def _for_nested(storage: Storage, decision: Decision) -> Decision:
+    """Keep a checkpoint that would take others along."""
+    from ckpttool.formats.nested import why_kept
+
+    why = None if decision.keep else why_kept(storage, decision.entry.path)
+    return decision if why is None else replace(decision, keep=True, freed=0, reason=why)
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
@@ -319,7 +336,7 @@ def _carry_out(
         if decision.keep:
             work = partial(thin, storage, next(planned), options, advance=meter)
         else:
-            work = partial(storage.remove_tree, decision.entry.path)
+            work = partial(storage.remove_tree, decision.entry.path, unless_pinned=True)
         done[number], error = _attempt(storage, root, decision, work)
         errors += [] if error is None else [error]
     if errors:
@@ -334,6 +351,7 @@ def _attempt(
     """Remove or thin one checkpoint; return the result, and the error."""
     from ckpttool.catalog.cleanup import changed_since
     from ckpttool.commit.marks import TakenError
+    from ckpttool.storage.base import PinnedError
     from ckpttool.storage.local import PartlyRemovedError
 
     path = decision.entry.path
@@ -342,6 +360,8 @@ def _attempt(
         if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
             return replace(decision, keep=True, thin=None, freed=0, reason=why), None
         work()
+    except PinnedError as error:
+        return replace(decision, keep=True, thin=None, freed=0, reason=error.problem), None
     except CkptError as error:
         storage.refresh([])
         # A removal that fails halfway has renamed the directory, so that its absence is not sufficient evidence.

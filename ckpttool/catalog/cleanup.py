@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import posixpath
-import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import (
-    PARTIAL,
     TakenError,
     below,
     find_pin,
@@ -29,6 +27,7 @@ from ckpttool.commit.marks import (
 )
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
+from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.messages import printable
 from ckpttool.storage import (
@@ -41,7 +40,8 @@ from ckpttool.storage import (
     links_below,
     walk,
 )
-from ckpttool.storage.base import WHOLE
+from ckpttool.storage.base import PINNED, SET_ASIDE, WHOLE, PinnedError
+from ckpttool.storage.safe_files import PARTIAL, is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
-SCRATCH = ".ckpttool-scratch-"
-"""Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
 def maintain(
@@ -154,9 +152,12 @@ def remove_unchanged(storage: WritableStorage, path: str, state: str, root: str 
     Raises:
         StorageError: It cannot be removed.
     """
-    why = changed_since(storage, path, state, root)
+    why = changed_since(storage, path, state, root) or why_kept(storage, path)
     if why is None:
-        storage.remove_tree(path)
+        try:
+            storage.remove_tree(path, unless_pinned=True)
+        except PinnedError as error:
+            return error.problem
     return why
 
 
@@ -178,7 +179,7 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
         if f"{posixpath.normpath(named)}/".startswith(f"{path.removeprefix(root.rstrip('/') + '/')}/"):
             return "latest names it meanwhile"
     if find_pin(storage, path) is not None:  # a dangling link is a pin, and not part of the state
-        return "pinned meanwhile"
+        return PINNED
     return None if state_of(storage, path) == state else "changed meanwhile: saved again"
 
 
@@ -243,17 +244,17 @@ def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Ite
 
 
 def _left_over_files(storage: Storage, root: str, checkpoints: Iterable[str]) -> list[str]:
-    """Return incomplete files like ``latest.0123abcd.partial``, and markers of outputs that are committed.
+    """Return incomplete files (``is_temporary``), and markers of outputs that are committed.
 
     If another process is writing such a small file, ``LocalStorage.put`` writes it again.
     """
     if storage.remote:  # without incomplete files and such markers
         return []
     names = [e.name for e in storage.listing(root) if not e.is_dir] if storage.is_dir(root) else []
-    partial = [name for name in names if re.fullmatch(rf".+\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", name)]
+    partial = [name for name in names if is_temporary(name)]
     # In a staging directory, which has the suffix, a later run needs the marker.
     committed = (c for c in checkpoints if storage.is_dir(c) and not c.endswith(PARTIAL))
-    marks = [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE)]
+    marks = [posixpath.join(d, name) for c in committed for d, name in below(storage, c, WHOLE) if name == WHOLE]
     return [*(posixpath.join(root, name) for name in partial), *marks]
 
 
@@ -264,12 +265,11 @@ def _is_abandoned(storage: Storage, path: str, marked: Iterable[str], grace: flo
 
 
 def _is_left_over(storage: Storage, directory: str) -> bool:
-    if posixpath.basename(directory).startswith(SCRATCH) or is_half_removed(storage, directory):
+    if is_half_removed(storage, directory):
         return True
-    if directory.endswith(REPLACED):
-        return is_commit(storage, directory.removesuffix(REPLACED)) and is_whole(
-            storage, directory.removesuffix(REPLACED)
-        )
+    if directory.endswith(REPLACED) and storage.exists(posixpath.join(directory, SET_ASIDE)):
+        replacing = directory.removesuffix(REPLACED)
+        return is_commit(storage, replacing) and is_whole(storage, replacing)
     return is_unfinished(storage, directory)
 
 

@@ -26,7 +26,7 @@ from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import ALIVE, PARTIAL, TAKEN, TakenError, identity, is_alive, is_old
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_old
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
@@ -41,6 +41,8 @@ from ckpttool.formats.zero.files import parse_name
 from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, read_json, walk
+from ckpttool.storage.base import PinnedError
+from ckpttool.storage.safe_files import is_temporary
 from ckpttool.targets.thin import plan_thin
 
 if TYPE_CHECKING:
@@ -287,6 +289,8 @@ class _Work:
 
     def _commit(self, manifest: Manifest, names: Mapping[str, Any]) -> None:
         self._check_ours()
+        if find_pin(self.storage, self.directory) is not None:
+            raise PinnedError(self.directory)
         old = names.get(MANIFEST)
         data = manifest.to_json(self.options.key)
         path = posixpath.join(self.directory, MANIFEST)
@@ -377,8 +381,9 @@ def recover(storage: WritableStorage, directory: str, *, grace: float) -> bool:
     entries = storage.listing(directory)
     found = next((entry for entry in entries if entry.name == THINNING), None)
     if found is None:
-        begun = [e for e in entries if e.name.startswith(f"{THINNING}.") and is_old(e.modified or 0.0, grace)]
-        storage.delete([posixpath.join(directory, entry.name) for entry in begun])  # killed while it wrote the marker
+        names = (e.name for e in entries if is_temporary(e.name) and is_old(e.modified or 0.0, grace))
+        begun = [posixpath.join(directory, n) for n in names if n.startswith(f"{THINNING}.")]
+        storage.delete(begun)  # killed while it wrote the marker
         return bool(begun)
     mark = _read_mark(storage, directory)
     alive = is_alive(mark)
@@ -398,7 +403,7 @@ def _finish(storage: WritableStorage, directory: str, mark: Mapping[str, Any]) -
     kept = BESIDE | {MANIFEST} | (set() if manifest is None else manifest.files.keys())
     goes = set(mark.get("old" if is_thin else "files", ())) - kept
     present = [name for name, _ in walk(storage, directory)]
-    temporary = [n for n in present if n.endswith(PARTIAL) and _begins_with(n, mark.get("files", ()))]
+    temporary = [n for n in present if is_temporary(posixpath.basename(n)) and _begins_with(n, mark.get("files", ()))]
     storage.abandon(directory)
     removed = [name for name in present if name in goes]
     storage.delete([posixpath.join(directory, name) for name in (*removed, *temporary)])

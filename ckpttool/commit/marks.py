@@ -20,6 +20,7 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage import MARK
 from ckpttool.storage.base import PIN
+from ckpttool.storage.safe_files import is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Entry, Storage, WritableStorage
 
 
-PARTIAL = ".partial"
-"""Suffix of an incomplete file on storages whose readers see incomplete files."""
 TAKEN = "check that no other run saves there, or choose another root or tag"
 ALIVE: set[str] = set()
 """Identifiers of the running saves of this process."""
@@ -94,7 +93,7 @@ def is_unfinished(storage: Storage, directory: str) -> bool:
     """
     names = {entry.name for entry in storage.listing(directory)}
     # A save writes the marker first: killed at that moment, it leaves only incomplete markers.
-    begun = bool(names) and all(n.startswith(MARK) and n.endswith(PARTIAL) for n in names)
+    begun = bool(names) and all(n.startswith(f"{MARK}.") and is_temporary(n) for n in names)
     if is_commit(storage, directory) or "over" in read_mark(storage, directory):
         return False
     return MARK in names or begun

@@ -115,6 +115,14 @@ def is_whole(storage: Storage, path: str) -> bool:
     return True
 
 
+def can_resume(storage: Storage, path: str) -> bool:
+    """Return whether a checkpoint can be opened and has its optimizer, without reading tensor bytes."""
+    try:
+        return all(one.groups and not one.thin for one in open_every(storage, path))
+    except CkptError:
+        return False
+
+
 def open_every(storage: Storage, path: str) -> list[Checkpoint]:
     """Open a complete checkpoint; if several engines were saved together, the checkpoint of each.
 

@@ -18,10 +18,12 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats import is_whole
+from ckpttool.formats import can_resume, is_whole
+from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
+from ckpttool.storage.base import SET_ASIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,12 +73,14 @@ class Claim:
             return "free"
         if is_unfinished(storage, directory):
             self._check_dead()
+            self._check_alone()
             return "unfinished"
         if not overwrite:
             what = "is saved already" if is_commit(storage, directory) else "holds other files"
             raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
+        self._check_alone()
         return "replaced"
 
     def take(self, state: str) -> str:
@@ -158,6 +162,15 @@ class Claim:
         """Forget the attempt: from now on other saves of this process treat it as dead."""
         ALIVE.discard(self.attempt)
 
+    def _check_alone(self) -> None:
+        """Check that no checkpoint of another run would be removed with this one.
+
+        Raises:
+            StorageError: There is one.
+        """
+        if (why := why_kept(self._storage, self.directory)) is not None:
+            raise StorageError(self.directory, why, "choose another tag, or move them")
+
     def _check_dead(self) -> None:
         """Check that the save that wrote the directory's marker does not run any more.
 
@@ -222,23 +235,29 @@ class Claim:
     def _set_aside(self) -> None:
         """Rename the checkpoint to replace, until the new one is committed."""
         storage, directory, aside = self._storage, self.directory, self._replaced
-        if storage.exists(aside):
+        if not storage.remote and storage.exists(aside):
             if is_commit(storage, aside) and not is_commit(storage, directory):
                 problem = "may be the only whole checkpoint of this name"
+                raise StorageError(aside, problem, "choose another tag, or move it")
+            if not self._has_replaced():
+                problem = "was not made by ckpttool, which keeps the replaced checkpoint under that name"
                 raise StorageError(aside, problem, "choose another tag, or move it")
             if is_commit(storage, aside) and not is_whole(storage, directory):
                 storage.remove_tree(directory)  # the renamed checkpoint is whole, this one is not
                 return
             storage.remove_tree(aside)
         try:
+            if not storage.remote:
+                storage.put(posixpath.join(directory, SET_ASIDE), b"")
             moved = storage.rename(directory, aside)
         except StorageError:
-            if not storage.exists(directory):  # the rename succeeded, but its sync failed
-                _try_each([self._restore_replaced])
+            _try_each([self._restore_replaced])  # also if the rename succeeded, and its sync failed
             raise
         if not moved:
-            if not any(one.path != directory for one in commits(scan(storage, self._root))):
-                problem = "is the only whole checkpoint, and this storage cannot keep it until the new one is committed"
+            others = (one.path for one in commits(scan(storage, self._root)) if one.path != directory)
+            if not any(can_resume(storage, path) for path in others):
+                only = "is the only whole checkpoint with an optimizer"
+                problem = f"{only}, and this storage cannot keep it until the new one is committed"
                 raise StorageError(directory, problem, "choose another tag")
             storage.remove_tree(directory)
 
@@ -248,11 +267,14 @@ class Claim:
 
     def _has_replaced(self) -> bool:
         # Remote storages cannot rename, so that they have none to look for.
-        return not self._storage.remote and self._storage.exists(self._replaced)
+        return not self._storage.remote and self._storage.exists(posixpath.join(self._replaced, SET_ASIDE))
 
     def _restore_replaced(self) -> None:
-        if self._has_replaced():
+        marker = posixpath.join(self.directory, SET_ASIDE)
+        if self._has_replaced() and not self._storage.exists(self.directory):
             self._storage.rename(self._replaced, self.directory)
+        if not self._storage.remote and self._storage.exists(marker):
+            self._storage.delete([marker])
 
     def _remove_replaced(self) -> None:
         if self._has_replaced():

@@ -24,10 +24,19 @@ if TYPE_CHECKING:
     from ckpttool.storage.retry import Tally
 
 
+PINNED = "pinned meanwhile"
+"""Why a checkpoint is kept that was to be removed."""
 MISSING = "does not exist"
 """Error message for a missing path."""
 WAIT = "wait until the save is over, then try again"
 """Hint where a file changed while it was being read."""
+
+
+class PinnedError(StorageError):
+    """A checkpoint is not removed, because it was pinned meanwhile."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, PINNED, "remove the pin first")
 
 
 class ExistsError(StorageError):
@@ -81,7 +90,9 @@ THINNING = ".ckpttool-thinning"
 """Name of the marker in a whole checkpoint while ``prune`` replaces its files with only its weights."""
 WHOLE = ".ckpttool-whole"
 """Name of the in-progress marker of a local output once all is written and compared, until the directory is renamed."""
-BESIDE = frozenset({MARK, PIN, THINNING, WHOLE})
+SET_ASIDE = ".ckpttool-set-aside"
+"""Name of the marker in a checkpoint that a save has renamed, until its new one is committed."""
+BESIDE = frozenset({MARK, PIN, THINNING, WHOLE, SET_ASIDE})
 """Names of files in the directory of a checkpoint that are not part of it."""
 MAX_DEPTH = 32
 """Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests without end."""
@@ -505,10 +516,15 @@ class WritableStorage(Storage, Protocol):
             StorageError: The rename failed.
         """
 
-    def remove_tree(self, path: str) -> None:
+    def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove a directory and all files below it; after a crash readers refuse the remaining files.
 
+        Args:
+            path: The directory.
+            unless_pinned: Look for a pin after readers refuse the directory, so that no later one is overlooked.
+
         Raises:
+            PinnedError: It is pinned; nothing is removed.
             StorageError: A file cannot be removed.
         """
 

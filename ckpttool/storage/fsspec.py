@@ -704,15 +704,16 @@ class RemoteStorage(Described):
         """Return False: object storages cannot rename directories."""
         return False
 
-    def remove_tree(self, path: str) -> None:
+    def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove all files below a directory; write the in-progress marker first and delete it last.
 
         Raises:
+            PinnedError: It is pinned.
             StorageError: A file cannot be removed.
         """
         path = path.rstrip("/")
         self.forget()
-        remove_remote(self, path)
+        remove_remote(self, path, unless_pinned=unless_pinned)
 
     def abandon(self, path: str) -> None:
         """Abort the uploads that killed processes left below a directory."""

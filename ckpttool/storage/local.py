@@ -18,10 +18,12 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import (
     MARK,
     MISSING,
+    PIN,
     WAIT,
     Described,
     Entry,
     ExistsError,
+    PinnedError,
     check_text,
     decode_text,
     find_text,
@@ -282,9 +284,19 @@ def aside_name(name: str) -> str:
 
 
 def _checked(name: str) -> str:
-    import hashlib  # most commands remove nothing
+    return f".{name}.{proof_of_name('removed', name)}{REMOVED}"
 
-    return f".{name}.{hashlib.sha256(b'removed by ckpttool: ' + os.fsencode(name)).hexdigest()[:16]}{REMOVED}"
+
+def proof_of_name(what: str, name: str) -> str:
+    """Return a checksum in a name that ckpttool gives, which distinguishes it from a name that a user gives.
+
+    Args:
+        what: What ckpttool does with the file or directory.
+        name: The rest of the name.
+    """
+    import hashlib  # most commands write and remove nothing
+
+    return hashlib.sha256(f"{what} by ckpttool: ".encode() + os.fsencode(name)).hexdigest()[:16]
 
 
 def remove_tree(path: str) -> None:
@@ -294,10 +306,15 @@ def remove_tree(path: str) -> None:
     shutil.rmtree(path)
 
 
-def remove_local(path: str) -> None:
+def remove_local(path: str, *, unless_pinned: bool = False) -> None:
     """Rename a directory on local disk, then remove it; rename it back if that fails before any file is removed.
 
+    Args:
+        path: The directory.
+        unless_pinned: As for ``WritableStorage.remove_tree``.
+
     Raises:
+        PinnedError: It is pinned; nothing is removed.
         StorageError: The directory cannot be removed.
     """
     above, name = os.path.split(path)
@@ -316,6 +333,8 @@ def remove_local(path: str) -> None:
         with translate_os_errors(path):
             os.rename(path, aside)
     try:
+        if unless_pinned and any(PIN in (*folders, *files) for _, folders, files in os.walk(aside)):
+            raise PinnedError(path)
         sync_directory(above)  # otherwise a power failure might bring back some files under the old name
         with translate_os_errors(path):
             remove_tree(aside)
@@ -377,10 +396,16 @@ def _check_deletable(directory: str, names: list[str]) -> None:
                 raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
 
 
-def remove_remote(storage: WritableStorage, path: str) -> None:
+def remove_remote(storage: WritableStorage, path: str, *, unless_pinned: bool = False) -> None:
     """Remove all files below a remote path; write the marker that makes readers refuse it first, delete it last.
 
+    Args:
+        storage: Its storage.
+        path: The directory.
+        unless_pinned: As for ``WritableStorage.remove_tree``.
+
     Raises:
+        PinnedError: It is pinned; nothing is removed.
         StorageError: A file cannot be removed. If no file was removed, the directory is unchanged.
     """
     names = [name for name, _ in walk(storage, path) if name != MARK]
@@ -391,6 +416,9 @@ def remove_remote(storage: WritableStorage, path: str) -> None:
     storage.put(mark, REMOVAL_MARK.encode())
     storage.abandon(path)  # before the marker is deleted: after a crash here the next run repeats the removal
     try:
+        storage.refresh([])
+        if unless_pinned and any(name.rpartition("/")[2] == PIN for name, _ in walk(storage, path)):
+            raise PinnedError(path)
         storage.delete([f"{path}/{name}" for name in names])
     except StorageError as error:
         storage.refresh([])
@@ -694,13 +722,14 @@ class LocalStorage(Described):
             sync_directory(os.path.dirname(path))
         return True
 
-    def remove_tree(self, path: str) -> None:
+    def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove a directory and all files below it.
 
         Raises:
+            PinnedError: It is pinned.
             StorageError: A file cannot be removed.
         """
-        remove_local(path.rstrip("/"))
+        remove_local(path.rstrip("/"), unless_pinned=unless_pinned)
 
     def abandon(self, path: str) -> None:
         """Do nothing: temporary files are in the directory itself."""

@@ -84,8 +84,6 @@ def file_system_of(path: str) -> str:
     return ""
 
 
-PARTIAL = ".partial"
-"""Suffix of the temporary name of an incomplete file."""
 PART_BYTES = 1 << 23
 """Bytes of one write."""
 
@@ -124,7 +122,7 @@ class LocalWriter(Writer):
         self._lock = threading.Lock()
         self._direct = -1
         above, name = os.path.split(path)
-        self._partial = os.path.join(above, temporary_name(name, PARTIAL))  # another process may write the same file
+        self._partial = os.path.join(above, temporary_name(name))  # another process may write the same file
         with translate_os_errors(path):
             self._fd = os.open(self._partial, CREATE, mode)
             try:

@@ -15,11 +15,13 @@ import stat
 from dataclasses import dataclass
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.local import CREATE
+from ckpttool.storage.local import CREATE, proof_of_name
 
 MOVE = "move it out of the way, or choose another OUT"
 """Hint for an existing file that blocks the output."""
 MAX_NAME_BYTES = 255
+PARTIAL = ".partial"
+"""Suffix of the temporary name of an incomplete file."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _IS_LINK = {errno.ELOOP, errno.EMLINK}
 """Errors of opening a link with ``O_NOFOLLOW``."""
@@ -196,15 +198,21 @@ def check_link(path: str) -> None:
         return  # a later use of the path reports the error
 
 
-def temporary_name(name: str, suffix: str) -> str:
-    """Return an unguessable temporary name for a file.
+def temporary_name(name: str) -> str:
+    """Return an unguessable name for a file that is not complete yet.
 
     Args:
         name: Final name of the file.
-        suffix: Suffix of the temporary name.
     """
-    ending = f".{os.urandom(4).hex()}{suffix}"
-    return os.fsdecode(os.fsencode(name)[: MAX_NAME_BYTES - len(ending)]) + ending
+    ending = f".{os.urandom(4).hex()}"
+    begin = os.fsdecode(os.fsencode(name)[: MAX_NAME_BYTES - len(ending) - 17 - len(PARTIAL)]) + ending
+    return f"{begin}.{proof_of_name('written', begin)}{PARTIAL}"
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is one of ``temporary_name``, and not a user's name with the same suffix."""
+    begin, _, proof = name.removesuffix(PARTIAL).rpartition(".")
+    return name.endswith(PARTIAL) and proof == proof_of_name("written", begin)
 
 
 def umask() -> int:

@@ -20,9 +20,9 @@ from ckpttool.arguments import checked_path
 from ckpttool.checksums import crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import StorageError
-from ckpttool.storage.base import MARK, WHOLE, translate_os_errors
-from ckpttool.storage.local import write_at
-from ckpttool.storage.safe_files import MOVE, Directory, check_link, check_plain, umask
+from ckpttool.storage.base import MARK, WHOLE, storage_error, translate_os_errors
+from ckpttool.storage.local import proof_of_name, write_at
+from ckpttool.storage.safe_files import MAX_NAME_BYTES, MOVE, Directory, check_link, check_plain, umask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -338,6 +338,8 @@ def _place(out: str) -> tuple[str, str]:
     above, name = os.path.split(out)
     if os.path.isdir(out) and (os.path.ismount(out) or not os.access(above, os.W_OK | os.X_OK)):
         return out, "."
+    if len(os.fsencode(name)) + len(f"..{'0' * 16}{SUFFIX}") > MAX_NAME_BYTES:
+        name = proof_of_name("staged", name)
     return above, f".{name}."
 
 
@@ -454,10 +456,15 @@ def _commit(
         # A later run recognises the directory by this file if this run is killed before the rename.
         directory.rename(MARK, WHOLE)
         os.replace(staging, out)
-        with contextlib.suppress(OSError):  # readers ignore it
-            directory.remove(WHOLE)
         kept = os.fstat(directory.fd).st_mode & 0o7000
         os.fchmod(directory.fd, kept | 0o700 | (mode & ~umask()))
+        try:
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                directory.remove(WHOLE)
+        except OSError as error:  # readers ignore it
+            problem = f"cannot be removed: {storage_error(out, error).problem}"
+            hint = f"{out} is complete: remove that file; if it is a copy, run cp again, which writes latest"
+            raise StorageError(os.path.join(out, WHOLE), problem, hint) from error
         return
     # Readers take the last files as the sign of a complete OUT: weights after sidecar files, an index after weights.
     order = {name: i for i, name in enumerate(last)}

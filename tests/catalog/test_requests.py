@@ -32,7 +32,7 @@ FOLDERS = {
 WORK: dict[str, tuple[str, Callable[[str, Any], object], int, int]] = {
     "ls": ("tags", lambda url, _: ckpttool.ls(url), 14, 21),
     "ls of a trainer": ("trainer", lambda url, _: ckpttool.ls(url), 10, 24),
-    "prune": ("tags", lambda url, _: ckpttool.prune(url, keep_last=2, dry_run=True), 14, 21),
+    "prune": ("tags", lambda url, _: ckpttool.prune(url, keep_last=2, dry_run=True), 16, 21),
     "inspect": ("tags", lambda url, _: ckpttool.inspect(url), 2, 5),
     "inspect of a trainer": ("trainer", lambda url, _: ckpttool.inspect(url), 14, 5),
     "restore": ("tags", lambda url, storage: find(storage, url, None), 5, 6),

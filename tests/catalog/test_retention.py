@@ -12,10 +12,13 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.catalog.retention import Rules
+from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
+from ckpttool.storage.base import SET_ASIDE
+from ckpttool.storage.safe_files import temporary_name
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.wording import refused
 
@@ -77,7 +80,8 @@ def test_nothing_goes_while_the_newest_cannot_be_read(tmp_path: Path, caplog: py
 def _cut_short(root: Path, tag: str) -> None:
     """As a disk that has lost a commit's file, while the checkpoint that it replaced still lies beside it."""
     save_version(LOCAL, str(root), Alone(), tag, 1)
-    shutil.copytree(root / tag, root / f"{tag}.replaced")
+    shutil.copytree(root / tag, root / f"{tag}{REPLACED}")
+    (root / f"{tag}{REPLACED}" / SET_ASIDE).touch()
     save_version(LOCAL, str(root), Alone(), "other", 2)
     os.truncate(root / tag / "mp_rank_00_model_states.pt", 100)
 
@@ -166,7 +170,7 @@ def test_planted_temporary_files_are_not_written_through(tmp_path: Path, monkeyp
     victim.write_text("mine")
     root = tmp_path / "root"
     root.mkdir()
-    (root / "latest.0badcafe.partial").symlink_to(victim)
+    (root / temporary_name("latest")).symlink_to(victim)
     with refused(CkptError):
         LOCAL.put(str(root / "latest"), b"step1")
     assert victim.read_text() == "mine"

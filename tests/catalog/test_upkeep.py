@@ -29,6 +29,7 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST, MARK, PIN, THINNING
 from ckpttool.storage.base import WHOLE
+from ckpttool.storage.safe_files import temporary_name
 from tests import damage, sampling
 from tests.cli.command import ckpttool
 from tests.faults.disks import CHANGES, watching
@@ -551,8 +552,8 @@ def rewound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         saving = threading.Thread(target=save)
         removed = LOCAL.remove_tree
 
-        def slow(_: object, path: str) -> None:
-            removed(path)
+        def slow(_: object, path: str, **options: Any) -> None:
+            removed(path, **options)
             if path in {f"{root}/step1", f"{root}/checkpoint-1"} and not saving.ident:
                 before = latest.read_text()
                 saving.start()
@@ -602,18 +603,19 @@ def test_a_small_file_that_a_killed_process_began_is_removed(root: Path, tmp_pat
     """Killed while it wrote ``latest``, cp leaves a temporary file in a root that no run may ever save in."""
     files = {p.name for p in root.iterdir() if p.is_file()}
     for how in ("cp", "prune"):
-        for name in ("latest.0badcafe.partial", "notes.partial", "new.0badcafe.txt"):
+        begun, users = temporary_name("latest"), "notes.20261126.partial"
+        for name in (begun, users, "new.0badcafe.txt"):
             (root / name).write_text("step")
         if how == "cp":
             shutil.copytree(root / "step1", tmp_path / "other" / "step5")
             api.cp(tmp_path / "other", root, tag="step5")
         else:
             api.prune(root, keep_last=4, dry_run=True)
-            assert (root / "latest.0badcafe.partial").exists()
+            assert (root / begun).exists()
             api.prune(root, keep_last=4)
         left = {p.name for p in root.iterdir() if p.is_file()}
         assert left - {"zero_to_fp32.py"} == files - {"zero_to_fp32.py"} | {
-            "notes.partial",
+            users,
             "new.0badcafe.txt",
         }
 

@@ -272,3 +272,30 @@ def test_what_a_killed_commit_set_aside_is_moved_back(run: Run, tmp_path: Path) 
         assert [p.name for p in root.iterdir()] == ["out"]
         assert ckpttool(*arguments).code == 0
         assert _contents(root / "out") == good
+
+
+@pytest.mark.parametrize("name", ["x" * 230, "x" * 255, "ä" * 127])
+def test_long_names_that_the_file_system_takes(name: str, tmp_path: Path) -> None:
+    assert ckpttool("consolidate", source(RUNS[0].checkpoint), tmp_path / name, *RUNS[0].options).code == 0
+    root = tmp_path / "root"
+    shutil.copytree(os.path.join(source("zero2-dp2-bf16"), "global_step3"), root / name)
+    (root / "latest").write_text(name)
+    assert ckpttool("cp", root, tmp_path / "copies" / name).code == 0
+    assert _contents(tmp_path / "copies" / name / name) == _contents(root / name)
+    assert [len(list(p.iterdir())) for p in (tmp_path, tmp_path / "copies")] == [3, 1]
+
+
+@pytest.mark.parametrize("command", ["cp", "consolidate"])
+def test_a_marker_that_cannot_be_removed_is_an_error(command: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [command, source("zero2-dp2-bf16"), out, *(["--to", "safetensors"] if command == "consolidate" else [])]
+    with watching(Rule(Fail("EIO"), "unlink", rf"{WHOLE}$")):
+        done = ckpttool(*arguments)
+    written = out / "global_step3" if command == "cp" else out
+    assert done.code != 0
+    assert done.error.startswith(f"Error: {written}/{WHOLE}: cannot be removed: ")
+    assert _read_whole(written)
+    if command == "cp":
+        assert ckpttool(*arguments).code == 0
+        assert (out / "latest").read_text() == "global_step3"
+        assert not (written / WHOLE).exists()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 
+import ckpttool
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.saving.coordination import Alone
@@ -259,11 +260,23 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
     assert [k for k in bucket.keys("run/") if "/step1/" in k] == []
 
 
-def test_only_whole_checkpoint_is_not_replaced(bucket: server.Bucket) -> None:
+@pytest.mark.parametrize("beside", ["none", "thin", "a file is missing", "a file is cut off"])
+def test_only_checkpoint_to_resume_from_is_not_replaced(beside: str, bucket: server.Bucket) -> None:
     url = bucket.url("run")
+    if beside != "none":
+        save_version(open_storage(url), url, Alone(), "step0", 0)
     save_version(open_storage(url), url, Alone(), "step1", 1)
+    states = [key for key in bucket.keys("run/step0/") if key.endswith("optim_states.pt")]
+    if beside == "thin":
+        ckpttool.prune(url, keep_last=1, thin="bf16")
+    elif beside == "a file is missing":
+        open_storage(url).delete([bucket.url(states[0])])
+    elif beside == "a file is cut off":
+        bucket.put(states[0], bucket.get(states[0])[:-100])
+    before = {key: bucket.get(key) for key in bucket.keys("run/step1/")}
     with refused(StorageError):
         save_version(open_storage(url), url, Alone(), "step1", 2, overwrite=True)
+    assert {key: bucket.get(key) for key in bucket.keys("run/step1/")} == before
     found = chosen(url, open_remote(url, {}))
     assert found is not None
     assert number_of(found[1], [1]) == 1

@@ -23,6 +23,7 @@ from ckpttool.saving.coordination import Alone, RankError, Ranks
 from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile, write_files
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
+from ckpttool.storage.base import SET_ASIDE
 from tests.faults.disks import Machine
 from tests.saving import crew
 from tests.saving.checkpoints import Intercepted, chosen, content, part, save_version, version, whole
@@ -452,6 +453,7 @@ def test_the_marker_of_a_committed_checkpoint_is_cleared(root: str) -> None:
 def test_a_replaced_checkpoint_stays_until_the_commit(root: str) -> None:
     put(root, "step1", 1)
     shutil.copytree(f"{root}/step1", f"{root}/step2.replaced")
+    open(f"{root}/step2.replaced/{SET_ASIDE}", "w").close()
     maintain(LOCAL, root, None, grace=0)
     assert os.path.exists(f"{root}/step2.replaced")
     put(root, "step2", 2)

@@ -27,6 +27,7 @@ from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
 from ckpttool.formats.layouts import is_of_trainer
 from ckpttool.storage import LOCAL, MANIFEST, MARK
+from ckpttool.storage.safe_files import temporary_name
 from tests.cli.command import ckpttool as command
 from tests.forked import on_ranks
 from tests.truth import HERE, source
@@ -333,7 +334,7 @@ def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
             call(tmp_path)
 
 
-@pytest.mark.parametrize("name", [MARK, f"{MARK}.0123abcd.partial"])
+@pytest.mark.parametrize("name", [MARK, temporary_name(MARK)], ids=["whole", "begun"])
 def test_a_leftover_with_a_marker_alone_is_seen_and_removed(name: str, tmp_path: Path) -> None:
     whole = _commit(tmp_path, 5, "aa", 1.0, 1)
     torn = tmp_path / directory_name(6, 2, "bb") / "global_step6"

@@ -6,6 +6,7 @@ Source: DeepSpeed 0.19.8, runtime/engine.py (``save_checkpoint``) and runtime/ch
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import mmap
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from ckpttool.catalog.cleanup import SCRATCH
+from ckpttool.commit.marks import identity
 from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import CkptError, ContainerError, PlanError
@@ -28,6 +29,7 @@ from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.messages import brief
 from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile
+from ckpttool.storage import LOCAL, MARK
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 
 LOG = logging.getLogger(__name__)
+SCRATCH = ".ckpttool-scratch-"
+"""Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
 @dataclass(slots=True)
@@ -286,6 +290,8 @@ def capture(
     if nvme and scratch_root is not None:
         os.makedirs(scratch_root, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix=SCRATCH, dir=scratch_root if nvme else None)
+    if nvme and scratch_root is not None:  # by the marker a later run knows it as left by this one
+        LOCAL.put(os.path.join(scratch, MARK), json.dumps({"key": "", "files": [], **identity()}).encode())
     directory = os.path.join(scratch, tag)
     if memory is not None:
         memory.begin()
@@ -321,7 +327,7 @@ def capture(
         captured.failed = PlanError(tag, problem, hint)  # the other ranks raise it, too
         return captured
     for entry in os.scandir(scratch):
-        if entry.is_file():
+        if entry.is_file() and entry.name != MARK:
             with open(entry.path, "rb") as file:
                 captured.root_files[entry.name] = file.read()
     captured.files += _swap_files(directory)

@@ -24,7 +24,7 @@ from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
-from ckpttool.formats import open_whole
+from ckpttool.formats import can_resume, open_whole
 from ckpttool.formats.scan import scan, trainer_folders
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.integrations.deepspeed.load import restore_engine
@@ -276,7 +276,7 @@ class Folders:
         storage.refresh([])
         found = trainer_commits(trainer_folders(scan(storage, posixpath.dirname(folder), depth=1)))
         if storage.is_dir(folder):
-            if storage.remote and any(one.name != folder for one in found):
+            if storage.remote and any(one.name != folder and can_resume(storage, one.name) for one in found):
                 storage.remove_tree(folder)  # a bucket cannot replace a commit as a whole
             else:  # weights of an abandoned run
                 names = [e.name for e in storage.listing(folder) if not e.is_dir and is_weights(e.name)]

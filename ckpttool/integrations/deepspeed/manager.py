@@ -21,7 +21,6 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit.manifest import REPLACED
-from ckpttool.commit.marks import PARTIAL
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
 from ckpttool.formats import open_whole, opening_options
@@ -48,6 +47,7 @@ from ckpttool.storage import (
     without_credentials,
 )
 from ckpttool.storage.confined import confined
+from ckpttool.storage.safe_files import PARTIAL
 
 if TYPE_CHECKING:
     import os

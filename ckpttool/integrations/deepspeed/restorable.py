@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ckpttool.catalog.cleanup import SCRATCH
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine, parameters_on_nvme
@@ -79,7 +78,7 @@ def check_restorable(
 
     def check(problems: list[str]) -> None:
         """Check the files of all ranks on the first rank, because they are alike."""
-        with tempfile.TemporaryDirectory(prefix=SCRATCH) as scratch:
+        with tempfile.TemporaryDirectory(prefix=".ckpttool-scratch-") as scratch:
             path = posixpath.join(scratch, posixpath.basename(directory))
             try:
                 for found in filter(None, problems):
