@@ -18,7 +18,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import FILE, MARKED, OTHER, RUN, Place
+from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, RUN, Place
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
@@ -85,8 +85,8 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format("ckpttool.formats.dcp:read_dcp", tagged=False, marker=".metadata", last=(".metadata",)),
-    Format("ckpttool.formats.dcp:read_dcp_pair", tagged=False, marker="pytorch_model_fsdp_0/"),
+    Format("ckpttool.formats.dcp:read_dcp", tagged=False, marker=DCP, last=(DCP,)),
+    Format("ckpttool.formats.dcp:read_dcp_pair", tagged=False, marker=DCP_PAIR),
     Format("ckpttool.formats.rank_files:read_rank_files", tagged=False),
     Format("ckpttool.formats.shards:read_shards", tagged=False),
     Format(

@@ -36,7 +36,9 @@ MAX_TAG = 1024
 """Most characters of a tag: S3 has no longer names; a longer text is not a valid ``latest``."""
 FILE, TAG, ROOT, ENGINES, RUN, MARKED, OTHER = "file", "tag", "root", "engines", "run", "marked", "other"
 """Values of ``Place.kind``."""
-MARKERS = (".metadata", "pytorch_model_fsdp_0/")
+DCP, DCP_PAIR = ".metadata", "pytorch_model_fsdp_0/"
+"""Marker of torch.distributed.checkpoint, and of Accelerate's two of them."""
+MARKERS = (DCP, DCP_PAIR)
 """Markers of the formats whose checkpoints have no tags; a directory's ends with a slash."""
 _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
