@@ -76,7 +76,8 @@ def pin(
         open_budget: As for ``inspect``.
 
     Raises:
-        CkptError: The checkpoint is missing or damaged, the reason is empty, or the pin cannot be written.
+        CkptError: The checkpoint is missing or damaged, another process removes or thins it, the reason is empty, or
+            the pin cannot be written.
     """
     from ckpttool.commit import read_mark
     from ckpttool.commit.marks import Pin, is_alive, write_pin

@@ -22,7 +22,7 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, MANIFEST, PIN, THINNING, open_storage
+from ckpttool.storage import LOCAL, MANIFEST, THINNING, open_storage
 from ckpttool.storage.local_writer import LocalWriter
 from tests import sampling
 from tests.faults.disks import CHANGES, READS, Fault, Machine, install
@@ -162,11 +162,8 @@ def test_a_conversion_says_how_weights_alone_are_converted(
 def test_files_of_the_user_stay(checkpoint_copy: Callable[[str], Path]) -> None:
     location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
     (location / "notes.txt").write_text("mine")
-    (location / PIN).write_text("{}")
     _thin(location)
-    assert {p.name for p in location.iterdir()} == {
-        "notes.txt", PIN, MANIFEST, RUN_STATE, "model.safetensors",
-    }  # fmt: skip
+    assert {p.name for p in location.iterdir()} == {"notes.txt", MANIFEST, RUN_STATE, "model.safetensors"}
 
 
 def test_a_file_in_the_way_is_named_and_nothing_changes(checkpoint_copy: Callable[[str], Path]) -> None:
