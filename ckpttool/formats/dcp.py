@@ -192,7 +192,7 @@ class Shards:
             raise _damaged(fqn, chunk, part, error) from error
         if isinstance(torch.root, Opaque):
             self._note(index, chunk, fqn, torch.records)
-            raise UnknownClassError(part.path, f"holds {brief(fqn, 200)} as a {class_of(torch.root)}", WHOLE)
+            raise UnknownTensorError(part.path, f"holds {brief(fqn, 200)} as a {class_of(torch.root)}", WHOLE)
         if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
             raise LayoutError(part.path, f"holds no chunk of {fqn} at byte {chunk.start:,}", RESTORE)
         state = whole_tensor(torch, index, torch.root)
@@ -243,7 +243,7 @@ class Shards:
             return None
 
 
-class UnknownClassError(LayoutError):
+class UnknownTensorError(LayoutError):
     """A tensor is an object of a class that is not a plain tensor, such as a quantised one."""
 
 
@@ -435,7 +435,7 @@ def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict
         if "chunks" in described:
             try:
                 _add_tensor(result, fqn, keys, shards.tensor(fqn, described), shards, flat=flat)
-            except UnknownClassError as error:
+            except UnknownTensorError as error:
                 result.unread.append(f"{posixpath.basename(error.path)} {error.problem}")
             continue
         read = shards.object(fqn, MAX_NAMES_BYTES if keys[-1] == "params" else MAX_OBJECT_BYTES)
