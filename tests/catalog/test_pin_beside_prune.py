@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 Place = tuple["WritableStorage", str]
 
 
-@pytest.fixture(params=["disk", "bucket"])
+@pytest.fixture(params=["disk", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A root with two checkpoints."""
     storage: WritableStorage
     if request.param == "disk":
         storage, root = LOCAL, str(tmp_path)
     else:
-        bucket: Bucket = request.getfixturevalue("bucket")
+        bucket: Bucket = request.getfixturevalue("s3")
         root = bucket.url("run")
         storage = open_storage(root)
     for number in (1, 2):
