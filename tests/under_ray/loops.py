@@ -293,6 +293,10 @@ def several(config: dict[str, Any]) -> None:
                 ray_train.report(torch.nn.Linear(2, 2), {"loss": 0.0})
             except CkptError as error:
                 found["module"] = str(error)
+            try:
+                ray_train.report(engines, "loss")  # type: ignore[arg-type]
+            except CkptError as error:
+                found["text"] = str(error)
             again = config["part"] == "resumed again"
             _die_once_between_files(config["facts"], found)
             ray_train.report(
