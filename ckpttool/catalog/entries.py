@@ -51,6 +51,7 @@ from ckpttool.storage import (
     parent,
     read_json,
     walk,
+    whole_path,
     without_credentials,
 )
 from ckpttool.storage.confined import local_storage
@@ -143,7 +144,7 @@ class CatalogEntry:
 
     @property
     def is_unread(self) -> bool:
-        """Whether it is not read because a link leads out of the root; nothing is known about its files."""
+        """Whether its files are not read because a link leads out of the root."""
         return (self.problem or "").endswith(NOT_FOLLOWED)
 
     @property
@@ -190,9 +191,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     """
     checked_path("root", root)
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
-    root = without_credentials(local_path(root)).rstrip("/") or root
-    if not is_url(root) and posixpath.basename(root) in {".", ".."}:
-        root = posixpath.abspath(root)
+    root = whole_path(without_credentials(local_path(root)).rstrip("/") or root)
     if not storage.is_dir(root):
         problem = "is not a directory" if storage.exists(root) else "does not exist"
         raise StorageError(root, problem, "pass a directory that holds checkpoints")

@@ -6,7 +6,7 @@ import posixpath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptError
-from ckpttool.storage import MANIFEST, MARK, is_half_removed, is_url, read_json
+from ckpttool.storage import MANIFEST, MARK, is_half_removed, read_json, whole_path
 
 if TYPE_CHECKING:
     from ckpttool.storage import Storage
@@ -27,9 +27,8 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def split_directory(directory: str) -> tuple[str, str]:
-    """Return the parent directory and the name of a directory, also of "." and "..", which hide both."""
-    hidden = not is_url(directory) and posixpath.basename(directory) in {"", ".", ".."}
-    return posixpath.split(posixpath.abspath(directory) if hidden else directory)
+    """Return the parent directory and the name of a directory, also of "." and ".."."""
+    return posixpath.split(whole_path(directory))
 
 
 def is_commit(storage: Storage, directory: str) -> bool:

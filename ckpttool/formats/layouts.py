@@ -1,4 +1,4 @@
-"""What a path is: the layouts of runs, and a description of a directory that every command asks.
+"""Describe a path, for every command: the kind of the directory, its tags and ``latest``; the layouts of runs.
 
 Source: DeepSpeed 0.19, runtime/engine.py (``load_checkpoint``: ``latest`` alone names the tag) and
 utils/zero_to_fp32.py; transformers 5.23, trainer_utils.py (``get_last_checkpoint``); verl 0.9,
@@ -26,7 +26,7 @@ from ckpttool.formats.scan import (
     trainer_folders,
 )
 from ckpttool.formats.zero.files import is_of_tag
-from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, is_url, parent
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, parent, whole_path
 
 if TYPE_CHECKING:
     from ckpttool.formats.scan import Found
@@ -142,7 +142,7 @@ class Place:
 
     @cached_property
     def kind(self) -> str:
-        """What the path is.
+        """The kind of the path.
 
         "file"; "tag": the directory of a tag; "engines": the tag of several engines; "root": it contains tags;
         "marked": a checkpoint of a format without tags, by its marker; "run": it contains the checkpoints of a
@@ -171,7 +171,7 @@ class Place:
 
     @cached_property
     def rivals(self) -> list[str]:
-        """What else the directory may be opened as, where nothing decides: the names of other checkpoints.
+        """The names of other checkpoints that the directory may be opened as, if ``latest`` does not choose.
 
         Files of ranks, or the marker of a format, beside a ``latest`` that names a missing tag, or beside tags without
         a ``latest``.
@@ -234,7 +234,7 @@ class Place:
 
     @property
     def is_complete_step(self) -> bool:
-        """Whether a step of a run is complete, by the names in it."""
+        """Whether a step of a run contains a file that is written last."""
         layout = layout_of(self.name)
         return layout is not None and any(re.fullmatch(layout.complete, entry.name) for entry in self.entries)
 
@@ -305,11 +305,6 @@ def is_of_trainer(name: str) -> bool:
     """Return whether frameworks, or ckpttool under Ray, choose such names for the directory above a tag."""
     of_ray = OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name)
     return of_ray is not None or step_of_folder(name) is not None or name.endswith(".ckpt")
-
-
-def whole_path(path: str) -> str:
-    """Return a path whose last component is a name: "." has a name and a parent, too."""
-    return posixpath.abspath(path) if not is_url(path) and posixpath.basename(path) in {".", ".."} else path
 
 
 def is_name(tag: str) -> bool:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.layouts import ENGINES, FILE, ROOT, Place, is_name, whole_path
+from ckpttool.formats.layouts import ENGINES, FILE, ROOT, Place, is_name
 from ckpttool.formats.scan import has_files_of_tag, natural_order, trainer_folders
 from ckpttool.messages import brief
-from ckpttool.storage import MANIFEST, MARK, parent
+from ckpttool.storage import MANIFEST, MARK, parent, whole_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ class Location(NamedTuple):
     trust_names: bool = False
     """Whether to accept files whose recorded name differs from their name."""
     module_only: bool = False
-    """Whether the model's own weights suffice, where all files of the optimizer are gone."""
+    """Whether to accept a checkpoint without files of the optimizer, for the module weights."""
     order: tuple[str, ...] = ()
     """Parameters in the order of the optimizer, for files that number them; empty if it is unknown."""
 

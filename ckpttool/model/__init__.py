@@ -257,7 +257,7 @@ class ParamGroup:
     ordered: bool = True
     """Whether the names are in the optimizer's order."""
     named: bool = False
-    """Whether the group lists the names too (``param_names``), as of an optimizer made from ``named_parameters()``."""
+    """Whether the saved group has ``param_names``: its optimizer was made from ``named_parameters()``."""
 
 
 def split_numbers(
@@ -437,7 +437,7 @@ class Checkpoint:
     beside: frozenset[str] = frozenset()
     """Tensors among the parameters and buffers that are saved beside the model's state dict."""
     renamed: bool = False
-    """Whether parameters have other names in the files, which differ by the wrappers of modules alone."""
+    """Whether the names of parameters differ from the names in the files by prefixes such as ``module.``."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)

@@ -53,6 +53,7 @@ from ckpttool.storage.opening import (
     open_storage,
     parent,
     scheme_of,
+    whole_path,
     without_credentials,
 )
 
@@ -101,6 +102,7 @@ __all__ = [
     "storage_error",
     "translate_os_errors",
     "walk",
+    "whole_path",
     "without_credentials",
     "without_secrets",
     "write_at",

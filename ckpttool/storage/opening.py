@@ -60,6 +60,12 @@ def parent(path: str) -> str:
     return posixpath.dirname(path) or "."
 
 
+def whole_path(path: str) -> str:
+    """Return a path that ends with a name: "." and "..", which hide it, made absolute, and without a final slash."""
+    hidden = not is_url(path) and posixpath.basename(path) in {"", ".", ".."}
+    return posixpath.abspath(path) if hidden else path
+
+
 def without_credentials(url: str) -> str:
     """Remove user and password from a URL, so that it still names the same file; compare ``without_secrets``."""
     if not is_url(url) or scheme_of(url) in _AZURE:

@@ -1,4 +1,4 @@
-"""What a path is: one table of roots with the answer of each command, on disk and in a bucket."""
+"""One table of roots with the answer of each command, on disk and in a bucket."""
 
 from __future__ import annotations
 
