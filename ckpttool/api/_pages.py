@@ -151,5 +151,7 @@ def page_of_catalog(found: Catalog, decisions: Sequence[Decision] = (), rules: M
         given["keep_for"] = format_duration(seconds)
     shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
     steps = [None if entry.order[0] < 0 else entry.order[0] for entry in found.entries]
-    data = {"catalog": as_plain(found), "steps": steps, "rules": shown, "decisions": as_plain(decisions)}
+    states = [entry.condition for entry in found.entries]
+    plain = {"catalog": as_plain(found), "decisions": as_plain(decisions)}
+    data = {**plain, "steps": steps, "states": states, "rules": shown}
     return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)

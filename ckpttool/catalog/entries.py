@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Saved, candidates, last_after, latest_tag, newest_first
+from ckpttool.catalog.restore_order import Saved, candidates, last_after, newest_first
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
@@ -148,6 +148,13 @@ class CatalogEntry:
         return (self.problem or "").endswith(NOT_FOLLOWED)
 
     @property
+    def condition(self) -> str:
+        """What is said of it: "whole", "torn", "not read (--follow-links)", or "a root" of checkpoints."""
+        if self.whole:
+            return "whole"
+        return "a root" if self.is_root else "not read (--follow-links)" if self.is_unread else "torn"
+
+    @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
         """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
         return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
@@ -238,7 +245,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
     Raises:
         CkptError: The directory cannot be read.
     """
-    named = posixpath.normpath(latest_tag(storage, root))
+    named = posixpath.normpath(Place(storage, root).newest)
     listed = []
     for one in commits(found):
         try:

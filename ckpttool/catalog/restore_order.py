@@ -8,11 +8,10 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit.manifest import REPLACED
-from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
+from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.layouts import Place
-from ckpttool.formats.scan import Found, named_tag, natural_order, scan
+from ckpttool.formats.scan import Found, natural_order
 from ckpttool.messages import brief
-from ckpttool.storage import MARK
 from ckpttool.storage.base import MISSING
 
 if TYPE_CHECKING:
@@ -145,37 +144,11 @@ def _entries(storage: Storage, root: str) -> list[Entry]:
 
 
 def _candidates(storage: Storage, root: str) -> list[Found]:
-    named = latest_tag(storage, root)
-    # A nested directory is a checkpoint only if it is a commit, or if ``latest`` names it.
-    found = {one.tag: one for one in scan(storage, root) if not one.hidden and ("/" not in one.tag or one.committed)}
-    if "/" in named and storage.is_dir(posixpath.join(root, named)):
-        found.setdefault(named, Found(storage, root, named))
-    saved: list[Saved] = []
-    for tag in sorted(found, key=natural_order, reverse=True):
-        one = found[tag]
-        if one.outside:
-            if tag == named:
-                storage.listing(one.path)  # raises the LinkError
-            continue
-        committed, inside = one.committed, one.entries
-        marked = any(entry.name == MARK for entry in inside)
-        if committed or (not marked and one.is_tag):
-            saved.append(Saved.of(tag, one.step, one.manifest, marked=marked))
-    return [found[one.name] for one in newest_first(saved, named)]
-
-
-def latest_tag(storage: Storage, root: str) -> str:
-    """Return the tag that ``latest`` names; "" if it cannot be read.
-
-    Raises:
-        LinkError: It is a link that the storage does not follow.
-    """
-    try:
-        return named_tag(storage, root)
-    except LinkError:
-        raise
-    except CkptError:
-        return ""
+    here = Place(storage, root)
+    found = {one.tag: one for one in here.saved}
+    saved = [Saved.of(tag, one.step, one.manifest, marked=one.marked) for tag, one in found.items()]
+    saved.sort(key=lambda one: natural_order(one.name), reverse=True)
+    return [found[one.name] for one in newest_first(saved, here.newest)]
 
 
 def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
@@ -207,7 +180,7 @@ def newest(storage: Storage, root: str) -> list[Found]:
     """
     found = candidates(storage, root)
     problem = contradiction(storage, root, found)
-    if problem and (not found or latest_tag(storage, root) not in {one.tag for one in found}):
+    if problem and (not found or Place(storage, root).newest not in {one.tag for one in found}):
         time.sleep(SECOND_LOOK)
         storage.refresh([])
         found = candidates(storage, root)
@@ -219,22 +192,23 @@ def newest(storage: Storage, root: str) -> list[Found]:
 
 def contradiction(storage: Storage, root: str, found: Sequence[Found]) -> str:
     """Describe a contradiction between ``latest`` and the candidates or their steps; "" without one."""
-    pointer = Place(storage, root).latest
+    pointer = Place(storage, root).pointer
+    latest = "" if pointer is None else posixpath.basename(pointer.path)
     if pointer is not None and pointer.error is not None:
-        return f"latest cannot be read: {pointer.error.problem}"
+        return f"{latest} cannot be read: {pointer.error.problem}"
     named = "." if pointer is None else posixpath.normpath(pointer.tag)
     steps = {one.tag: one.step for one in found}
     if named not in {".", *(tag.removesuffix(REPLACED) for tag in steps), *steps}:
         there = storage.is_dir(posixpath.join(root, named))
         what = "which holds no finished checkpoint" if there else "which is not there"
-        return f"latest names {brief(named, 200)}, {what}"
+        return f"{latest} names {brief(named, 200)}, {what}"
     if not found:
         return ""
     first = found[0].tag
     if named != first:
         # Without a valid latest the candidate of the last step is first.
-        return f"latest names {named}, but {first} was committed after it" if named in steps else ""
+        return f"{latest} names {named}, but {first} was committed after it" if named in steps else ""
     best = max(steps, key=lambda tag: steps[tag])
     if steps[best] > steps[first]:
-        return f"latest names {first} of step {steps[first]}, but {best} has step {steps[best]}"
+        return f"{latest} names {first} of step {steps[first]}, but {best} has step {steps[best]}"
     return ""

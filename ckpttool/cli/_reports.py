@@ -195,10 +195,8 @@ def _state(entry: CatalogEntry, newest: str) -> str:
         state = "latest" if entry.latest else "newest" if entry.name == newest else "whole"
     elif entry.is_root:
         state = entry.problem or ""
-    elif entry.is_unread:
-        state = f"{'latest, ' if entry.latest else ''}not read (--follow-links): {entry.problem}"
     else:
-        state = f"{'latest, ' if entry.latest else ''}torn: {entry.problem}"
+        state = f"{'latest, ' if entry.latest else ''}{entry.condition}: {entry.problem}"
     if entry.pin is not None:
         state = f"{state}, {_pinned(entry.pin)}"
     return f"{state}, a link to {entry.link}" if entry.link else state

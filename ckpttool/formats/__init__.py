@@ -135,7 +135,9 @@ def open_every(storage: Storage, path: str) -> list[Checkpoint]:
         return [open_whole(storage, one) for one in error.directories]
 
 
-def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False) -> Checkpoint:
+def open_whole(
+    storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False, module_only: bool = False
+) -> Checkpoint:
     """Open a complete checkpoint; with a key, all later reads are compared with its signed manifest.
 
     Args:
@@ -143,6 +145,7 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
         path: The directory of its tag.
         key: Require a manifest signed with this key.
         committed: Require a manifest.
+        module_only: As for ``open_checkpoint``.
 
     Raises:
         PlanError: The manifest is missing, or not signed with that key.
@@ -157,7 +160,7 @@ def open_whole(storage: Storage, path: str, *, key: bytes | None = None, committ
         from ckpttool.commit.checksummed import signed_storage  # few checkpoints are signed
 
         storage = signed_storage(storage, path, key)
-    return open_checkpoint(path, storage=storage)
+    return open_checkpoint(path, storage=storage, module_only=module_only)
 
 
 __all__ = ["FORMATS", "Source", "is_whole", "open_checkpoint", "open_whole", "source_paths", "source_storage"]

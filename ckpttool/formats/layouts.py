@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import CkptError, LinkError, StorageError
 from ckpttool.formats.scan import (
     MAX_PARTS,
     OF_RAY,
     OWN_OF_RAY,
+    Found,
     has_files_of_tag,
     named_tag,
     natural_order,
@@ -29,7 +30,6 @@ from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, parent, whole_path
 
 if TYPE_CHECKING:
-    from ckpttool.formats.scan import Found
     from ckpttool.storage import Entry, Storage
 
 MAX_TAG = 1024
@@ -125,6 +125,19 @@ class Place:
         """The file ``latest_universal``; None without one."""
         return self._pointer(LATEST_UNIVERSAL)
 
+    @property
+    def newest(self) -> str:
+        """The tag that ``latest`` names, or else ``latest_universal``; "" if it cannot be read.
+
+        Raises:
+            LinkError: The file is a link that the storage does not follow.
+        """
+        if self.pointer is None:
+            return ""
+        if isinstance(self.pointer.error, LinkError):
+            raise self.pointer.error
+        return self.pointer.tag
+
     def _pointer(self, name: str) -> Pointer | None:
         path = posixpath.join(self.path, name)
         if not any(one.name == name and not one.is_dir for one in self.entries) and not is_link(self.storage, path):
@@ -201,6 +214,26 @@ class Place:
             return has_files_of_tag(inside) or any(entry.name == MANIFEST for entry in inside)
         except StorageError:
             return True
+
+    @property
+    def saved(self) -> list[Found]:
+        """The directories from which a run may resume: commits, and the directories of tags.
+
+        A directory below others is one only if it is a commit, or if ``latest`` names it. Hidden ones, unfinished saves
+        and links that the storage does not follow are left out.
+
+        Raises:
+            LinkError: ``latest`` is or names a link that the storage does not follow.
+        """
+        named = self.newest
+        below = {one.tag: one for one in scan(self.storage, self.path) if not one.hidden}
+        found = {tag: one for tag, one in below.items() if "/" not in tag or one.committed}
+        if "/" in named and self.storage.is_dir(posixpath.join(self.path, named)):
+            found.setdefault(named, Found(self.storage, self.path, named))
+        if named in found and found[named].outside:
+            self.storage.listing(found[named].path)  # raises the LinkError
+        kept = (one for one in found.values() if not one.outside)
+        return [one for one in kept if one.committed or (not one.marked and one.is_tag)]
 
     @cached_property
     def trainers(self) -> list[str]:

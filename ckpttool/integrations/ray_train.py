@@ -314,7 +314,7 @@ class RayTrainCheckpoints:
         if checkpoint is not None:
             return self._restore_given(engine, checkpoint, options, required)
         found = self._manager.begin_restore(engine, self._found, options, self._engines, **required)
-        opener = self._manager.opener(**required)
+        opener = self._manager.opener(**required, module_only=weights_only)
         state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
         note_known(engines_by_name(engine), self._engines)
         self.restored = self._manager.restored
@@ -335,7 +335,7 @@ class RayTrainCheckpoints:
         found = manager.begin_restore(
             engine, lambda: _candidates(manager.source, manager.root), options, None, root=manager.root, **required
         )
-        opener = manager.opener(**required)
+        opener = manager.opener(**required, module_only=options.weights_only)
         state = manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
         self.restored = manager.restored
         return state

@@ -110,6 +110,8 @@ _MESSAGE_OF_CODE = {
     "OutOfRangeInput": ("is not a name that the store accepts", "check the URL"),
 }
 """Error message and hint by code of S3 or Azure, or by HTTP status without a code; retries do not help."""
+_DENIED = {"AccessDenied", "AllAccessDisabled"}
+"""Codes with a message that names the permission or the rule."""
 _TEMPORARY_CODES = {
     "SlowDown",
     "ServiceUnavailable",
@@ -244,7 +246,10 @@ def explain(path: str, error: BaseException) -> StorageError | None:
         if known in _TEMPORARY_CODES:
             return None
         if known in _MESSAGE_OF_CODE:
-            return StorageError(path, *_MESSAGE_OF_CODE[known], OPTIONS)
+            problem, hint = _MESSAGE_OF_CODE[known]
+            said = _said(error) if known in _DENIED else ""
+            more = said.casefold() not in {"", problem, "forbidden"}
+            return StorageError(path, f"{problem}: {said}" if more else problem, hint, OPTIONS)
     chain = _chain(error)
     if any(_STILL_EXPIRED in str(link) for link in chain):
         return StorageError(path, *_EXPIRED, OPTIONS)

@@ -237,7 +237,7 @@ TABLE: dict[str, Row] = {
     "latest beside latest_universal": Row(
         {**ROOT, "latest_universal": ">step3"}, "step6", "step3* step6*", "step6 step3"
     ),
-    "latest_universal alone": Row({**STEPS, "latest_universal": ">step3"}, "step3", "step6 step3*", "step6 step3"),
+    "latest_universal alone": Row({**STEPS, "latest_universal": ">step3"}, "step3", "step6 step3*", "step3 step6"),
     "a hidden tag": Row({**ROOT, ".step9": "tag"}, "step6", ".step9 step3 step6*", "step6 step3"),
     "a directory that is half removed": Row(
         {**ROOT, aside_name("step9"): "tag"}, "step6", f"step3 step6* {aside_name('step9')}!", "step6 step3"

@@ -52,6 +52,26 @@ def _of(found: dict[str, Any], *kinds: str) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key.partition("/")[0] in kinds}
 
 
+def _restores_what_is_left(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Restore weights where only the file of the model is left: what was refused, and what differs."""
+    import torch
+
+    root = directory / f"left-{job['id']}"
+    saved = _engine(job, 0)
+    engines.step(saved, 2)
+    saved.save_checkpoint(str(root), "step2")
+    torch.distributed.barrier()
+    if saved.global_rank == 0:
+        for file in (root / "step2").glob("*optim_states.pt"):
+            file.unlink()
+    torch.distributed.barrier()
+    mine, manager = _engine(job, 7), CheckpointManager(root)
+    told: dict[str, Any] = {"refused": engines.refusal(lambda: manager.restore(mine))}
+    manager.restore(mine, weights_only=True)
+    told["differing"] = engines.differing(_of(engines.held(mine), "module"), _of(engines.held(saved), "module"))
+    return told
+
+
 def _restores(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Of each part: what differs from DeepSpeed's own restore, and from the engine before."""
     root = directory / job["id"]
@@ -93,6 +113,14 @@ def _restores(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def restored(tmp_path_factory: TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     return each_on_ranks(_restores, JOBS, tmp_path_factory.mktemp("parts"))
+
+
+def test_weights_are_restored_where_only_the_file_of_the_model_is_left(tmp_path: Path) -> None:
+    jobs = [job for job in JOBS if job["stage"] in {1, 2} and job["world_size"] == 2]
+    for ranks in each_on_ranks(_restores_what_is_left, jobs, tmp_path).values():
+        for told in ranks:
+            assert "holds no ZeRO optimizer files" in told["refused"]
+            assert told["differing"] == []
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -10,7 +10,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
-from ckpttool.catalog.entries import Catalog, CatalogEntry
+from ckpttool.catalog.entries import NOT_FOLLOWED, Catalog, CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
 from tests.cli.command import ckpttool
@@ -89,6 +89,15 @@ def test_a_torn_checkpoint_has_its_size_in_the_chart(opened: Open, tmp_path: Pat
     assert x == [3, 3, 30]  # the files of all three say 3; the torn one cannot be read, and its name says 30
     assert whole == [found[0].nbytes, found[1].nbytes, None]
     assert torn == [None, None, found[2].nbytes]
+    page.sound()
+
+
+def test_a_checkpoint_behind_a_link_is_not_called_torn(opened: Open) -> None:
+    problem = f"leads to /elsewhere, which {NOT_FOLLOWED}"
+    page = opened(_page(_entry("a", 1, 1e9), _entry("b", 2, 2e9, whole=False, problem=problem, link="/elsewhere")))
+    assert "not read (--follow-links), link to /elsewhere" in page.text("#entries")
+    assert "torn" not in page.text("#entries")
+    assert len(_chart(page, "Size of the checkpoints")) == 2
     page.sound()
 
 

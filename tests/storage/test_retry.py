@@ -141,6 +141,21 @@ def test_a_permanent_error_is_reported_at_once(error: Exception, problem: str) -
     assert "sesame" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("User: bob is not authorized to perform: s3:GetObject", ": User: bob is not authorized to perform"),
+        ("Access Denied.", ""),
+        ("Forbidden", ""),
+    ],
+)
+def test_a_refusal_names_the_permission_that_the_store_names(said: str, shown: str) -> None:
+    error = explain("s3://b/k", answered("AccessDenied", said, status=403))
+    assert error is not None
+    assert error.problem.startswith(f"access denied{shown}")
+    assert (error.problem == "access denied") == (not shown)
+
+
 CHECKSUMS = {
     "of an upload": answered("NotImplemented", "A header you provided is not implemented.", "PutObject", 501),
     "in the message": answered("Odd", "x-amz-sdk-checksum-algorithm is not supported"),

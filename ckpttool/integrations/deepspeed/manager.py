@@ -455,15 +455,16 @@ class CheckpointManager:
             committed=committed,
             signed=signed,
         )
-        opener = self.opener(committed=committed, signed=signed)
+        opener = self.opener(committed=committed, signed=signed, module_only=options.weights_only)
         return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
 
-    def opener(self, *, committed: bool = False, signed: bool = False) -> Opener:
+    def opener(self, *, committed: bool = False, signed: bool = False, module_only: bool = False) -> Opener:
         """Return a function that opens a checkpoint to restore.
 
         Args:
             committed: Refuse checkpoints without a manifest.
             signed: Refuse manifests that are not signed with the manager's key.
+            module_only: As for ``open_whole``.
 
         Raises:
             ArgumentError: The manager has no key.
@@ -472,7 +473,7 @@ class CheckpointManager:
             raise ArgumentError(
                 "require_signed", "needs a key to compare signatures with", "pass sign_key to the manager"
             )
-        return partial(open_whole, key=self._key if signed else None, committed=committed)
+        return partial(open_whole, key=self._key if signed else None, committed=committed, module_only=module_only)
 
     def begin_restore(
         self,

@@ -22,9 +22,10 @@ views.catalog = (data, main) => {
     return new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
   }
   const pinned = (e) => (e.pin ? `, pinned${e.pin.who ? ` by ${e.pin.who}` : ""}: ${e.pin.why}` : "");
+  const stateOf = new Map(entries.map((e, i) => [e, data.states[i]]));
   const state = (e) =>
     page.text(
-      (e.whole ? "whole" : "torn") + (e.latest ? ", latest" : "") + pinned(e) + (e.link ? `, link to ${e.link}` : ""),
+      stateOf.get(e) + (e.latest ? ", latest" : "") + pinned(e) + (e.link ? `, link to ${e.link}` : ""),
       600,
     );
   const kind = (e) => (e.stage != null ? `ZeRO-${e.stage}` : e.thin != null ? `thin ${e.thin}` : (e.format ?? ""));
@@ -97,13 +98,13 @@ views.catalog = (data, main) => {
       unit: page.size,
       series: [
         { title: "whole", colour: page.PALETTE[2], values: stepped.map((e) => (e.whole ? e.nbytes : null)) },
-        ...(stepped.some((e) => !e.whole)
+        ...(stepped.some((e) => stateOf.get(e) === "torn")
           ? [
               {
                 title: "torn",
                 colour: page.PALETTE[5],
                 loose: true,
-                values: stepped.map((e) => (e.whole ? null : e.nbytes)),
+                values: stepped.map((e) => (stateOf.get(e) === "torn" ? e.nbytes : null)),
               },
             ]
           : []),
