@@ -21,7 +21,7 @@ from ckpttool.formats.layouts import VERL
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
-from ckpttool.storage import BESIDE, LATEST, MANIFEST, connect, walk
+from ckpttool.storage import BESIDE, LATEST, LATEST_UNIVERSAL, MANIFEST, connect, walk
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.fsspec import RemoteStorage
 
@@ -96,6 +96,8 @@ def _directories(checkpoint: Checkpoint) -> list[str]:
 def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
     """Plan a copy of every file in the checkpoint's directories, also of files in unknown formats.
 
+    A file ``latest`` in the directory of a tag belongs to a root, and is not copied.
+
     Raises:
         LayoutError: Two directories contain different files of the same name.
         StorageError: The key of an object is not a valid path of a file.
@@ -117,7 +119,8 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
             if sources.setdefault(name, source).nbytes != entry.nbytes:
                 problem = f"is {entry.nbytes:,} bytes long, but {sources[name].path} {sources[name].nbytes:,}"
                 raise LayoutError(path, problem, "the directories belong to two saves: pass only one save's")
-    names = sorted((n for n in sources if n not in BESIDE), key=lambda n: (n in INDICES, n))
+    beside = BESIDE | {LATEST, LATEST_UNIVERSAL} if is_tagged(checkpoint) else BESIDE
+    names = sorted((n for n in sources if n not in beside), key=lambda n: (n in INDICES, n))
     files = []
     for number, name in enumerate(names):
         copy = np.zeros(1 if sources[name].nbytes else 0, dtype=COPY)

@@ -299,6 +299,13 @@ class Place:
         return sorted((of_run | {up for up in above if above.count(up) > 1}) - {self.path}, key=natural_order)
 
     @property
+    def engines(self) -> list[str]:
+        """The directories below that may be of the engines of one save, in one directory; not checkpoints of a run."""
+        below = self.below()
+        one_above = len({posixpath.dirname(path) for path in below}) == 1
+        return below if one_above and not any(is_of_trainer(posixpath.basename(path)) for path in below) else []
+
+    @property
     def holds_checkpoint(self) -> bool:
         """Whether it is the directory of a tag or a commit, or a root with ``latest``."""
         return bool(self.rank_files) or any(self.has_file(name) for name in (LATEST, LATEST_UNIVERSAL, MANIFEST))

@@ -189,7 +189,7 @@ def _of_trainer(here: Place) -> Location:
     if not below and (foreign := _foreign(here.path, here.entries)):
         raise NoCheckpointError(here.path, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
     error = NoCheckpointError(here.path, "contains no checkpoint", _look_elsewhere(here, below))
-    error.directories = below
+    error.directories = here.engines
     raise error
 
 

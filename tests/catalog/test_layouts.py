@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -14,6 +14,7 @@ from ckpttool.catalog.restore_order import candidates, find
 from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.layouts import Place
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, aside_name, open_storage
 from ckpttool.storage.confined import local_storage
@@ -23,6 +24,7 @@ from tests.truth import HERE, source
 from tests.wording import refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.storage.server import Bucket
@@ -423,6 +425,29 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
     assert (_listed(src), _resumed(src)) == (row.lists, row.resumes)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
+    row, root = TABLE[name], tmp_path / "run"
+    build(root, row.layout, temporary)
+    src, copy = str(root / row.src), tmp_path / "copy"
+    commands: dict[str, Callable[[], Any]] = {
+        "cp": lambda: ckpttool.cp(src, copy),
+        "digest": lambda: ckpttool.digest(src),
+        "consolidate": lambda: ckpttool.consolidate(src, tmp_path / "out", to="safetensors"),
+    }
+    if row.opens == "-":
+        for command in commands.values():
+            with pytest.raises(CkptError):
+                command()
+        assert not (tmp_path / "out").exists()
+        assert not copy.exists()
+        return
+    done = {called: command() for called, command in commands.items()}
+    expected = ckpttool.digest(root / row.opens).weights
+    found = {"digest": done["digest"].weights, "cp": ckpttool.digest(copy).weights}
+    assert found == dict.fromkeys(found, expected)
+
+
 def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
     possible = [n for n, r in TABLE.items() if r.layout and not any(w[0] in "@e" for w in r.layout.values())]
     possible.remove("a directory that is half removed")  # a bucket renames no directory: a marker tells it
@@ -450,6 +475,18 @@ def test_ls_names_the_run_below(name: str, tmp_path: Path, temporary: Path) -> N
     with refused(CkptError):
         ckpttool.ls(tmp_path / "run")
     assert ckpttool.ls(tmp_path / "run/run").entries
+
+
+def test_checkpoints_of_runs_are_not_engines_of_one_save(tmp_path: Path, temporary: Path) -> None:
+    saved = [f"checkpoint_2026-01-0{day}_00-00-00.000000" for day in (1, 2)]
+    build(tmp_path, {f"storage/{run}/{one}": "lightning" for run in ("a", "b") for one in saved}, temporary)
+    build(tmp_path / "save", {"actor": "tag", "critic": "other"}, temporary)
+    assert Place(LOCAL, str(tmp_path / "save")).engines == [
+        str(tmp_path / "save" / name) for name in ("actor", "critic")
+    ]
+    assert [Place(LOCAL, str(tmp_path / path)).engines for path in ("storage", "storage/a")] == [[], []]
+    with refused(CkptError):
+        open_checkpoint(str(tmp_path / "storage"))
 
 
 @pytest.mark.parametrize("name", ["rank files beside latest", "DCP beside latest", "one stray beside latest"])

@@ -819,8 +819,10 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: 
         CkptError: It cannot be opened.
     """
     try:
-        names = [posixpath.basename(one) for one in Place(storage, path).below()] if name else []
+        names = [posixpath.basename(one) for one in Place(storage, path).engines] if name else []
         if name and name not in names:
+            if not names:
+                open_(storage, path)  # raises unless one engine was saved alone
             held = f"of the engines {', '.join(names)}" if names else "of one engine, saved alone"
             hint = "pass the engines by the names that they were saved with, or an engine alone"
             raise PlanError(path, f"is a checkpoint {held}, and {brief(name)} is not one of them", hint)
