@@ -27,8 +27,9 @@ from ckpttool.commit.marks import (
 )
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
+from ckpttool.formats.layouts import trainer_folders
 from ckpttool.formats.nested import why_kept
-from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
+from ckpttool.formats.scan import Found, named_tag, scan
 from ckpttool.messages import printable
 from ckpttool.storage import (
     MARK,

@@ -23,19 +23,24 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.layouts import MAX_TAG, Place, is_of_trainer
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
-from ckpttool.formats.scan import (
+from ckpttool.formats.layouts import (
+    MAX_TAG,
     METRICS_OF_RAY,
     OWN_OF_RAY,
-    PREFIX,
+    TRAINER,
+    Place,
+    is_named,
+    is_of_trainer,
+    step_in,
+)
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
+from ckpttool.formats.scan import (
     Found,
     commits,
     has_files_of_tag,
     last_number,
     natural_order,
     scan,
-    step_of_folder,
 )
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
@@ -303,7 +308,7 @@ def _with_best(storage: Storage, root: str, found: Sequence[_Listed], problems: 
         problems.append(f"{TRAINER_STATE} {error.problem}")
     names = {posixpath.basename(path.rstrip("/")) for path in paths}
     # In a directory of Ray Train checkpoints have other names than the trainer gave them.
-    steps = {step_of_folder(name, "-") for name in names - {one.entry.name for one in found}} - {None}
+    steps = {step_in(name, TRAINER) for name in names - {one.entry.name for one in found}} - {None}
     return [replace(one.entry, best=one.entry.name in names or one.entry.step in steps) for one in found]
 
 
@@ -605,13 +610,13 @@ def directory_name(step: int, number: int, token: str) -> str:
         number: ``Manifest.number``; it orders the names of saves of one step.
         token: Unique hexadecimal text.
     """
-    return f"{PREFIX}{step:08d}_{number:06d}_{token}"
+    return f"{OWN_OF_RAY.prefix}{step:08d}_{number:06d}_{token}"
 
 
 def _step_in(name: str) -> int:
     """Return the step in the name of a checkpoint; -1 without one."""
-    own = OWN_OF_RAY.fullmatch(name)
-    return last_number(name) if own is None else int(own[1])
+    own = step_in(name, OWN_OF_RAY)
+    return last_number(name) if own is None else own
 
 
 def ray_folders(storage: Storage, run: str) -> list[Found]:
@@ -625,14 +630,13 @@ def ray_folders(storage: Storage, run: str) -> list[Found]:
     return [
         one
         for one in scan(storage, run, depth=1)
-        if not one.hidden
-        and (OWN_OF_RAY.fullmatch(one.tag) or storage.exists(posixpath.join(one.path, METRICS_OF_RAY)))
+        if not one.hidden and (is_own_name(one.tag) or storage.exists(posixpath.join(one.path, METRICS_OF_RAY)))
     ]
 
 
 def is_own_name(name: str) -> bool:
     """Return whether ``directory_name`` gives such names."""
-    return bool(OWN_OF_RAY.fullmatch(name))
+    return is_named(name, OWN_OF_RAY)
 
 
 def run_commits(storage: Storage, run: str) -> list[Found]:

@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.errors import CkptError, LinkError, StorageError
 from ckpttool.formats.scan import (
     MAX_PARTS,
-    OF_RAY,
-    OWN_OF_RAY,
     Found,
     has_files_of_tag,
     named_tag,
     natural_order,
     scan,
-    step_of_folder,
-    trainer_folders,
 )
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, parent, whole_path
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ckpttool.storage import Entry, Storage
 
 MAX_TAG = 1024
@@ -49,27 +47,46 @@ _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
 
 
 class RunLayout(NamedTuple):
-    """How a framework arranges the checkpoints of a run: directories by step."""
+    """How a framework arranges the checkpoints of a run: directories, most by step."""
 
     pattern: str
-    """Regular expression of their names."""
-    complete: str
-    """Regular expression of a name inside by which one is complete."""
+    """Regular expression of their names; a first group is the step."""
+    complete: str = ""
+    """Regular expression of a name inside by which one without tags is complete; "" if all have tags."""
     pointer: str = ""
     """File of the run with the number of the newest, which ``prefix`` precedes in its name."""
     prefix: str = ""
     """Start of the names."""
     models: tuple[str, ...] = ()
     """Directories of the models inside."""
+    own_names: bool = True
+    """Whether no tag of DeepSpeed has such a name, so that it names a directory above a tag."""
 
 
 _OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pytorch_model_fsdp_0_rank\d+\.bin"
+TRAINER = RunLayout(r"checkpoint-(\d+)", _OF_FSDP, prefix="checkpoint-")
+"""Runs of the Trainer. Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``)."""
+ACCELERATE = RunLayout(r"checkpoint_(\d+)", prefix="checkpoint_")
+"""Projects of Accelerate. Source: accelerate 1.15, accelerator.py (``save_state``)."""
+RAY = RunLayout(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
+"""Checkpoints that Ray Train names."""
+OWN_OF_RAY = RunLayout(r"ckpttool_(\d+)(_\d{6,})?_[0-9a-f]+", prefix="ckpttool_")
+"""Saves of ckpttool in a run directory of Ray Train."""
 VERL = RunLayout(
-    r"global_step_\d+", _OF_FSDP, "latest_checkpointed_iteration.txt", "global_step_", models=("actor", "critic")
+    r"global_step_(\d+)", _OF_FSDP, "latest_checkpointed_iteration.txt", "global_step_", ("actor", "critic"), False
 )
 """Runs of verl, which writes the file that names the newest step after all others."""
-RUNS = (RunLayout(r"checkpoint-\d+", _OF_FSDP), RunLayout(r"step-\d+", _OF_FSDP), VERL)
-"""Runs of the Trainer with FSDP, of torchtitan and of verl, whose checkpoints are not DeepSpeed's."""
+RUNS = (
+    TRAINER,
+    ACCELERATE,
+    RAY,
+    OWN_OF_RAY,
+    RunLayout(r".*\.ckpt"),  # Lightning
+    RunLayout(r"step-(\d+)", _OF_FSDP, own_names=False),  # torchtitan
+    VERL,
+)
+METRICS_OF_RAY = "ray_metrics.json"
+"""File beside a commit with the metrics of its report; the manifest has only numbers."""
 
 
 class Pointer(NamedTuple):
@@ -235,10 +252,15 @@ class Place:
         kept = (one for one in found.values() if not one.outside)
         return [one for one in kept if one.committed or (not one.marked and one.is_tag)]
 
+    @property
+    def folders(self) -> list[Found]:
+        """The directories with names of the Trainer or of Accelerate, the last step first."""
+        return trainer_folders(self.found)
+
     @cached_property
     def trainers(self) -> list[str]:
         """The checkpoints of a Hugging Face Trainer that have ``latest``, written last; the newest first."""
-        folders = trainer_folders(self.found, "-")
+        folders = trainer_folders(self.found, TRAINER)
         return [one.path for one in folders if Place(self.storage, one.path).has_file(LATEST)]
 
     @property
@@ -280,13 +302,13 @@ class Place:
     @property
     def newest_of_ray(self) -> list[str]:
         """The newest commit in a run directory of Ray Train, and the newest checkpoint saved without ckpttool."""
-        own = [one for one in self.found if OWN_OF_RAY.fullmatch(one.tag)]
+        own = [one for one in self.found if is_named(one.tag, OWN_OF_RAY)]
         numbers = [
             (c.manifest.number, one.tag) for one in own for c in scan(one.storage, one.path, depth=1) if c.manifest
         ]
         names = [
             max(numbers, default=(0, ""))[1],
-            max((o.tag for o in self.found if OF_RAY.fullmatch(o.tag)), default=""),
+            max((o.tag for o in self.found if is_named(o.tag, RAY)), default=""),
         ]
         return [posixpath.join(self.path, name) for name in names if name]
 
@@ -336,15 +358,38 @@ class Place:
         return sorted(found, key=natural_order)
 
 
+def is_named(name: str, *layouts: RunLayout) -> bool:
+    """Return whether a directory has a name of one of some layouts."""
+    return any(re.fullmatch(layout.pattern, name) for layout in layouts)
+
+
 def layout_of(name: str) -> RunLayout | None:
-    """Return the layout of the run that has a step of this name; None for other names."""
-    return next((layout for layout in RUNS if re.fullmatch(layout.pattern, name)), None)
+    """Return the layout of checkpoints without tags that has directories of this name; None for other names."""
+    return next((layout for layout in RUNS if layout.complete and is_named(name, layout)), None)
 
 
 def is_of_trainer(name: str) -> bool:
     """Return whether frameworks, or ckpttool under Ray, choose such names for the directory above a tag."""
-    of_ray = OWN_OF_RAY.fullmatch(name) or OF_RAY.fullmatch(name)
-    return of_ray is not None or step_of_folder(name) is not None or name.endswith(".ckpt")
+    return is_named(name, *(layout for layout in RUNS if layout.own_names))
+
+
+def step_in(name: str, *layouts: RunLayout) -> int | None:
+    """Return the step in the name of a directory of some layouts; None for other names."""
+    found = (re.fullmatch(layout.pattern, name) for layout in layouts)
+    return next((int(match[1]) for match in found if match is not None), None)
+
+
+def trainer_folders(found: Iterable[Found], *layouts: RunLayout) -> list[Found]:
+    """Return the directories with a trainer's names of checkpoints, the last step first.
+
+    Args:
+        found: A scan of one level.
+        layouts: Their layouts; default: of the Trainer and of Accelerate.
+    """
+    steps = [
+        (step, one) for one in found if (step := step_in(one.tag, *(layouts or (TRAINER, ACCELERATE)))) is not None
+    ]
+    return [one for _, one in sorted(steps, key=lambda pair: (pair[0], pair[1].tag), reverse=True)]
 
 
 def is_name(tag: str) -> bool:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.layouts import ENGINES, FILE, ROOT, Place, is_name
-from ckpttool.formats.scan import has_files_of_tag, natural_order, trainer_folders
+from ckpttool.formats.layouts import ENGINES, FILE, ROOT, TRAINER, Place, is_name, trainer_folders
+from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, MARK, parent, whole_path
 
@@ -288,7 +288,7 @@ def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
 
 def _look_elsewhere(here: Place, below: Sequence[str]) -> str:
     inside = [path[len(here.path) :].lstrip("/") for path in below]
-    nested = [one.tag for one in trainer_folders(here.found, "-")][::-1] or inside
+    nested = [one.tag for one in trainer_folders(here.found, TRAINER)][::-1] or inside
     if newest := here.newest_of_ray:
         return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
     if runs := here.runs:

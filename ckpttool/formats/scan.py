@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -28,17 +27,8 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 4
 """Most components of a tag."""
-PREFIX = "ckpttool_"
-"""Prefix of the directory that ckpttool creates in the run directory of Ray Train for each save."""
-METRICS_OF_RAY = "ray_metrics.json"
-"""File beside a commit with the metrics of its report; the manifest has only numbers."""
-OWN_OF_RAY = re.compile(rf"{PREFIX}(\d+)(_\d{{6,}})?_[0-9a-f]+")
-"""Names of such directories."""
-OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
-"""Names that Ray Train gives to checkpoints."""
 RELINK = "write the name of a tag into it, or pass tag to choose a checkpoint"
 """Hint for a link ``latest`` that leads nowhere."""
-_FOLDER = re.compile(r"checkpoint([-_])(\d+)")
 
 
 @dataclass(frozen=True)
@@ -163,27 +153,6 @@ def _has_only_directories(one: Found) -> bool:
 def commits(found: Iterable[Found]) -> list[Found]:
     """Return the commits among the directories of a scan, without hidden ones."""
     return [one for one in found if not one.hidden and not one.outside and one.committed]
-
-
-def trainer_folders(found: Iterable[Found], separators: str = "-_") -> list[Found]:
-    """Return the directories with a trainer's names of checkpoints, the last step first."""
-    steps = [(step, one) for one in found if (step := step_of_folder(one.tag, separators)) is not None]
-    return [one for _, one in sorted(steps, key=lambda pair: (pair[0], pair[1].tag), reverse=True)]
-
-
-def step_of_folder(name: str, separators: str = "-_") -> int | None:
-    """Return the step in a trainer's name of a checkpoint; None for other names.
-
-    Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``): ``checkpoint-N``; accelerate 1.15,
-    accelerator.py (``save_state``): ``checkpoint_N``.
-    """
-    match = _FOLDER.fullmatch(name)
-    return int(match[2]) if match is not None and match[1] in separators else None
-
-
-def folder_name(step: int, separator: str = "-") -> str:
-    """Return a trainer's name of a checkpoint."""
-    return f"checkpoint{separator}{step}"
 
 
 def has_files_of_tag(entries: Iterable[Entry]) -> bool:

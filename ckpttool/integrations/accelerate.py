@@ -30,7 +30,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
-from ckpttool.formats.scan import folder_name, scan, step_of_folder, trainer_folders
+from ckpttool.formats.layouts import ACCELERATE, Place, step_in
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
     FoldersByStorage,
@@ -163,7 +163,7 @@ class AcceleratorSaves:
         accelerator, engine = self._accelerator, self._engine()
         config = accelerator.project_configuration
         if config.automatic_checkpoint_naming:
-            folder = posixpath.join(self._automatic_root(), folder_name(accelerator.save_iteration, "_"))
+            folder = posixpath.join(self._automatic_root(), f"{ACCELERATE.prefix}{accelerator.save_iteration}")
         elif output_dir is None:
             raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
         else:
@@ -245,7 +245,7 @@ class AcceleratorSaves:
 
     def _continue(self, saves: Folders, folder: str, *, automatic: bool) -> None:
         """Let the next save have the next number, and report the checkpoint to Ray Train."""
-        step = step_of_folder(posixpath.basename(folder))
+        step = step_in(posixpath.basename(folder), ACCELERATE)
         if automatic and step is not None:
             self._accelerator.project_configuration.iteration = step + 1
         saves.report_restored(folder, {})
@@ -353,7 +353,7 @@ def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:
             raise LayoutError(root, "does not exist", "pass a folder that save_state has written")
         return candidates_in(storage, [root])
     storage.refresh([])
-    return candidates_in(storage, [one.path for one in trainer_folders(scan(storage, root, depth=1))])
+    return candidates_in(storage, [one.path for one in Place(storage, root).folders])
 
 
 def _is_within_epoch(accelerator: Any) -> bool:

@@ -36,7 +36,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
-from ckpttool.formats.scan import folder_name, scan, trainer_folders
+from ckpttool.formats.layouts import TRAINER, Place
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
     candidates_in,
@@ -384,13 +384,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Save as ``Trainer._save_checkpoint`` does, in its layout, as one commit."""
         saves, engine, state = self._folders(trainer), trainer.model_wrapped, trainer.state
         saves.wait()
-        name = folder_name(int(state.global_step))
+        name = f"{TRAINER.prefix}{int(state.global_step)}"
         folder = posixpath.join(saves.root, name)
         if saves.storage.remote and self._current == (folder, int(engine.global_steps)):
             LOG.info("%s is saved already", folder)  # a bucket cannot replace it as a whole
             return
         with scratch_directory() as scratch:
-            best = None if state.best_global_step is None else folder_name(int(state.best_global_step))
+            best = None if state.best_global_step is None else f"{TRAINER.prefix}{int(state.best_global_step)}"
             if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, LATEST)):
                 best = name if best == name else None
             run = functools.partial(original, model, trial)
@@ -564,7 +564,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return []
         storage = saves.source(saves.root)
         storage.refresh([])
-        listed = [one.path for one in trainer_folders(scan(storage, saves.root, depth=1))]
+        listed = [one.path for one in Place(storage, saves.root).folders]
         if not newest:
             folder = _given_folder(saves, os.fspath(given), self._output_dir)
             if not listed or folder != listed[0]:

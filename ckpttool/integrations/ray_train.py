@@ -49,7 +49,8 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
 from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
-from ckpttool.formats.scan import METRICS_OF_RAY, scan
+from ckpttool.formats.layouts import METRICS_OF_RAY
+from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.manager import (
     TIMEOUT,
     CheckpointManager,

@@ -11,7 +11,8 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.entries import trainer_commits
-from ckpttool.formats.scan import commits, scan, trainer_folders
+from ckpttool.formats.layouts import Place
+from ckpttool.formats.scan import commits, scan
 from ckpttool.storage import aside_name
 from ckpttool.storage.local import LocalStorage
 from tests.faults.disks import watching
@@ -47,7 +48,7 @@ def _run(root: Path) -> None:
 def test_a_checkpoint_that_is_removed_meanwhile_is_passed_over(victim: str, tmp_path: Path) -> None:
     _run(tmp_path)
     storage = _Removing(os.path.join(tmp_path, victim))
-    found = trainer_commits(trainer_folders(scan(storage, str(tmp_path), depth=1)))
+    found = trainer_commits(Place(storage, str(tmp_path)).folders)
     assert [one.step for one in found] == [6]
 
 
@@ -63,7 +64,7 @@ def test_a_rotation_finishes_the_removals_of_a_killed_one(tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     _run(tmp_path)
     with watching(Rule(Fail("EIO"), "scandir", "global_step3$")), refused(ckpttool.StorageError):
-        trainer_commits(trainer_folders(scan(LocalStorage(), str(tmp_path), depth=1)))
+        trainer_commits(Place(LocalStorage(), str(tmp_path)).folders)
 
 
 def test_a_tag_that_is_removed_meanwhile_is_no_commit(tmp_path: Path) -> None:

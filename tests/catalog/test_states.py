@@ -15,7 +15,8 @@ from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.scan import commits, scan, trainer_folders
+from ckpttool.formats.layouts import Place
+from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from tests.saving.checkpoints import save_version
@@ -285,7 +286,7 @@ def _in_run(base: Path, state: str) -> InRun:
         newest = open_checkpoint(str(run), report=lambda error: None).root == str(run / "checkpoint-2")
     except CkptError:
         newest = False
-    counted = trainer_commits(trainer_folders(scan(LOCAL, str(run), depth=1)))
+    counted = trainer_commits(Place(LOCAL, str(run)).folders)
     return InRun(
         counts=str(run / "checkpoint-2") in [one.name for one in counted],
         of_ray=str(of_ray / "ckpttool_02_b") in [one.root for one in run_commits(LOCAL, str(of_ray))],

@@ -25,7 +25,7 @@ from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats import can_resume, open_whole
-from ckpttool.formats.scan import scan, trainer_folders
+from ckpttool.formats.layouts import Place
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.integrations.deepspeed.load import restore_engine
 from ckpttool.integrations.deepspeed.load_plan import load_options
@@ -274,7 +274,7 @@ class Folders:
     def _begin(self, folder: str) -> list[Any]:
         storage = self.storage
         storage.refresh([])
-        found = trainer_commits(trainer_folders(scan(storage, posixpath.dirname(folder), depth=1)))
+        found = trainer_commits(Place(storage, posixpath.dirname(folder)).folders)
         if storage.is_dir(folder):
             if storage.remote and any(one.name != folder and can_resume(storage, one.name) for one in found):
                 storage.remove_tree(folder)  # a bucket cannot replace a commit as a whole
