@@ -6,10 +6,10 @@ A terminal with few colours gets coloured letters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.json_report import title
-from ckpttool.analysis.layout import layout
 from ckpttool.cli._output import is_colored, print_line, terminal_width
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import printable
@@ -49,6 +49,8 @@ class _Piece:
 
 def print_map(checkpoint: Checkpoint, plain_width: int = PLAIN_WIDTH) -> None:
     """Draw which layers each rank stores, by state; states with one layout are drawn once."""
+    from ckpttool.analysis.layout import layout  # it needs numpy
+
     told = layout(checkpoint)
     print_line(f"{checkpoint.tag}: {', '.join(title(checkpoint))}")
     colored, width = is_colored(), terminal_width() or plain_width
@@ -163,11 +165,12 @@ def _print_cells(label: str, cells: list[int | None], layers: int, *, colored: b
 
     blocks = _shows_all_colors()
     line = Text(f"{label}  ")
-    for cell in cells:
+    for cell, equal in groupby(cells):
+        count = len(list(equal))
         if cell is None or cell < 0:
-            line.append(("░" if blocks else PADDING) if cell == -1 else " ", style="bright_black")
+            line.append((("░" if blocks else PADDING) if cell == -1 else " ") * count, style="bright_black")
         else:
-            line.append("█" if blocks else _letter(cell, layers), style=_color(cell, layers))
+            line.append(("█" if blocks else _letter(cell, layers)) * count, style=_color(cell, layers))
     Console(highlight=False).print(line, soft_wrap=True)
 
 

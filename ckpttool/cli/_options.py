@@ -76,6 +76,7 @@ COMMON = frozenset(
         "ray",
         "ray_address",
         "as_json",
+        "wide",
         "trust_names",
         "storage_options",
         "follow_links",
@@ -89,6 +90,8 @@ _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
 _RAY_ADDRESS = "ckpttool.ray_address"
 """Key of ``--ray-address``."""
+WIDE = "ckpttool.wide"
+"""Key of ``--wide``."""
 
 
 def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
@@ -149,7 +152,7 @@ include_option = click.option(
 exclude_option = click.option(
     "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches (repeatable)."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 html_option = click.option(
     "--html", metavar="FILE", help="Write a self-contained HTML page (- for stdout); replaces an earlier page."
 )
@@ -173,6 +176,14 @@ check_option = click.option(
     help="Compare the CRC-32 of records read whole (read), or also of those read in part (full).  [default: read]",
 )
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+
+
+def json_option(function: F) -> F:
+    """Add ``--json``, and ``--wide`` for the same report as a table."""
+    wide = click.option(
+        "--wide", is_flag=True, expose_value=False, callback=_note(WIDE), help="Print tables whole on a terminal, too."
+    )
+    return _json(wide(function))
 
 
 def _ray(context: click.Context, _: click.Parameter, value: bool) -> bool | str | None:

@@ -6,11 +6,14 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpttool.cli._options import WIDE
+from ckpttool.cli._tables import Table
 from ckpttool.messages import printable
 from ckpttool.storage import storage_error
 from ckpttool.units import format_size
@@ -38,29 +41,52 @@ def is_colored() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Print rows under a header.
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    whole: Sequence[str] = (),
+    prose: Sequence[str] = (),
+    rare: Sequence[str] = (),
+) -> None:
+    """Print rows under a header: whole into a file or pipe and with ``--wide``, else in the width of the terminal.
 
     Args:
         columns: Headings.
         rows: Cells.
-        right: Headings of right-aligned columns.
+        right: As for ``Table``.
+        whole: As for ``Table``.
+        prose: As for ``Table``.
+        rare: As for ``Table``.
     """
     cells = [[printable(cell, 0) for cell in row] for row in rows]
-    aligned = [column in right for column in columns]
-    if sys.stdout.isatty():
-        _write(_drawn(columns, cells, aligned))
-    else:
-        _write(_aligned([columns, *cells], aligned))
+    table, width, less = Table(columns, cells, right, whole, prose, rare), terminal_width(), False
+    lines, less = table.fitted(width) if width and not is_wide() else (table.lines(), False)
+    if is_colored():
+        lines[0] = click.style(lines[0], bold=True)
+    _write("".join(f"{line}\n" for line in lines))
+    if less:
+        print_line(f"shortened to {width} columns; --wide prints all", color="bright_black")
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Print labels and values in two columns; empty values are left out."""
-    cells = [[label, printable(value, 0)] for label, value in facts if value]
-    if sys.stdout.isatty():
-        _write(_drawn(None, cells, [False, False]))
-    else:
-        _write(_aligned(cells, [False, False]))
+    cells = [(label, printable(value, 0)) for label, value in facts if value]
+    start = max((len(label) for label, _ in cells), default=0) + 2
+    width = terminal_width() if not is_wide() else 0
+    for label, value in cells:
+        # A path stays whole, to be copied: the terminal breaks it.
+        wrapped = textwrap.wrap(value, max(width - start, 20), break_on_hyphens=False, break_long_words=False)
+        lines = wrapped if width else [value]
+        shown = click.style(label, bold=True) if is_colored() else label
+        _write(shown + " " * (start - len(label)) + f"\n{' ' * start}".join(lines) + "\n")
+
+
+def is_wide() -> bool:
+    """Return whether the command has the option ``--wide``."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(WIDE))
 
 
 def print_line(text: str, *, color: str | None = None) -> None:
@@ -77,36 +103,6 @@ def print_json(data: Any) -> None:
     from ckpttool.analysis.json_report import as_plain
 
     _write(json.dumps(as_plain(data), indent=2, allow_nan=False) + "\n")
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Return aligned columns for files and pipes, without wrapping or truncation."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, right, strict=True)
-        lines.append("  ".join(c.rjust(w) if at_right else c.ljust(w) for c, w, at_right in cells).rstrip() + "\n")
-    return "".join(lines)
-
-
-def _drawn(header: Sequence[str] | None, rows: Sequence[Sequence[str]], right: Sequence[bool]) -> str:
-    """Return a table for a terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, show_edge=False, show_header=header is not None, header_style="bold")
-    for i, at_right in enumerate(right):
-        # A truncated name is useless: a narrow terminal folds it.
-        style = "bold" if header is None and i == 0 else ""
-        heading = Text(header[i]) if header else ""
-        table.add_column(heading, justify="right" if at_right else "left", overflow="fold", style=style)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
 
 
 def write_bytes(data: bytes) -> None:

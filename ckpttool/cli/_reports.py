@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.json_report import describe, describe_state, title
+from ckpttool.cli._map import print_map
 from ckpttool.cli._output import print_facts, print_json, print_line, print_table, terminal_width, write_bytes
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
@@ -17,7 +18,7 @@ from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.units import format_age, format_ago, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ckpttool import AverageReport, ConsolidateReport, ConvertReport, CpReport
     from ckpttool.analysis.diff import Difference, DiffReport
@@ -42,6 +43,8 @@ WIDE = 140
 """Columns of a terminal that has room for a small histogram in each row of statistics."""
 SKETCH_COLUMNS = 16
 """Characters of that histogram."""
+RARE_STATISTICS = ["norm", "zeros", "type", "mean", "max", "min"]
+"""The columns of statistics that a narrow terminal lacks, the first of them first."""
 BARS = " ▁▂▃▄▅▆▇█"
 """Characters of rising height."""
 
@@ -179,7 +182,14 @@ def print_catalog(found: Catalog) -> None:
         for entry in found.entries
     ]
     right = ["ranks", "step", "size", "age"]
-    print_table(["checkpoint", "format", "ranks", "step", "size", "age", "state"], rows, right=right)
+    print_table(
+        ["checkpoint", "format", "ranks", "step", "size", "age", "state"],
+        rows,
+        right=right,
+        whole=["format"],
+        prose=["state"],
+        rare=["ranks", "age", "format"],
+    )
     for problem in found.problems:
         print_line(f"note: {problem}", color="yellow")
 
@@ -227,7 +237,7 @@ def _number(value: int | None) -> str:
 def print_decisions(decisions: Sequence[Decision], *, dry_run: bool) -> None:
     """Print one row for each checkpoint, then the freed bytes."""
     rows = [(d.entry.name, _verb(d, dry_run=dry_run), format_size(d.entry.nbytes), d.reason) for d in decisions]
-    print_table(["checkpoint", "", "size", "why"], rows, right=["size"])
+    print_table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"])
     gone, thinned = (sum(map(test, decisions)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
     would = "would be " if dry_run else ""
     also = f", {thinned} {would}thinned" if thinned else ""
@@ -264,9 +274,16 @@ def print_diff_report(report: DiffReport) -> None:
             for d in different
         ]
         right = ["differing", "max abs", "max rel"]
-        print_table(["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"], rows, right=right)
+        print_table(
+            ["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"],
+            rows,
+            right=right,
+            whole=["differs in", "a", "b"],
+            rare=["max rel", "b", "a"],
+        )
     if report.others:
-        print_table(["value", "a", "b"], [(o.name, o.a or "-", o.b or "-") for o in report.others])
+        rows = [(o.name, o.a or "-", o.b or "-") for o in report.others]
+        print_table(["value", "a", "b"], rows, prose=["value", "a", "b"])
     for note in report.notes:
         print_line(f"note: {note}", color="yellow")
     retyped = sum(1 for d in report.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])
@@ -310,7 +327,7 @@ def print_stats(found: Sequence[TensorStats]) -> None:
     if draws_sketches():
         columns.append("min to max")
         rows = [(*row, _sketch(t)) for row, t in zip(rows, found, strict=True)]
-    print_table(columns, rows, right=numbers)
+    print_table(columns, rows, right=numbers, whole=["type", "min to max"], rare=RARE_STATISTICS)
     odd = [t.name for t in found if t.nan or t.inf]
     if odd:
         print_line(f"{len(odd)} tensors have values that are not finite", color="red")
@@ -415,18 +432,19 @@ SHOWN = 12
 """Maximum number of names in a summary."""
 
 
-def print_checkpoint(checkpoint: Checkpoint, view: str | None, name: str | None) -> None:
-    """Print one view: a summary, parameters, ranks, files, or the byte ranges of one parameter."""
+def print_checkpoint(checkpoint: Checkpoint, views: Sequence[str], name: str | None) -> None:
+    """Print parameters, ranks, files or a map; without a view a summary, or the byte ranges of one parameter."""
+    known: dict[str, Callable[[Checkpoint], None]] = {
+        "params": _print_parameters, "ranks": _print_ranks, "files": _print_files, "map": print_map,
+    }  # fmt: skip
     if name is not None:
         _print_parameter(checkpoint, name)
-    elif view == "params":
-        _print_parameters(checkpoint)
-    elif view == "ranks":
-        _print_ranks(checkpoint)
-    elif view == "files":
-        _print_files(checkpoint)
-    else:
+    elif not views:
         _print_summary(checkpoint)
+    for number, view in enumerate(views):
+        if number:
+            print_line("")
+        known[view](checkpoint)
     for note in (*checkpoint.notes, *checkpoint.remarks):
         print_line(f"note: {note}", color="yellow")
 
@@ -493,7 +511,14 @@ def _print_groups(c: Checkpoint) -> None:
         ]
         for i, g in enumerate(c.groups)
     ]
-    print_table(["group", "parameters", "elements", *columns, "optimizer"], rows, right=["parameters", "elements"])
+    print_table(
+        ["group", "parameters", "elements", *columns, "optimizer"],
+        rows,
+        right=["parameters", "elements"],
+        whole=columns,
+        prose=["optimizer"],
+        rare=columns[::-1],
+    )
 
 
 def _print_parameters(c: Checkpoint) -> None:
@@ -504,7 +529,14 @@ def _print_parameters(c: Checkpoint) -> None:
         rows.append([p.name, _shape(p.shape), f"{p.numel:,}", kind, states])
     rows += [[b.name, _shape(b.state.shape), f"{b.state.numel:,}", "buffer", dtype(b.state.dtype)] for b in c.buffers]
     rows += [[alias, "", "", "tied", f"= {name}"] for alias, name in c.aliases.items()]
-    print_table(["parameter", "shape", "elements", "kind", "states"], rows, right=["elements"])
+    print_table(
+        ["parameter", "shape", "elements", "kind", "states"],
+        rows,
+        right=["elements"],
+        whole=["shape", "kind"],
+        prose=["states"],
+        rare=["elements", "kind"],
+    )
 
 
 def _print_ranks(c: Checkpoint) -> None:
@@ -536,12 +568,12 @@ def _print_ranks(c: Checkpoint) -> None:
     ]
     right = ["elements", "padding", "tensors", "on disk"]
     header = ["rank", "model rank"] if several else ["rank"]
-    print_table([*header, "elements", "padding", "tensors", "on disk", "files"], rows, right=right)
+    print_table([*header, "elements", "padding", "tensors", "on disk", "files"], rows, right=right, rare=right)
 
 
 def _print_files(c: Checkpoint) -> None:
     rows = [[f.name, f.kind, "all" if f.rank is None else str(f.rank), format_size(f.nbytes)] for f in c.files]
-    print_table(["file", "states of", "rank", "size"], rows, right=["size"])
+    print_table(["file", "states of", "rank", "size"], rows, right=["size"], whole=["rank"], rare=["states of"])
 
 
 def _print_parameter(c: Checkpoint, name: str) -> None:
@@ -568,7 +600,8 @@ def _print_parameter(c: Checkpoint, name: str) -> None:
     stored = c.aliases.get(name)
     print_line(f"{name}: shape {_shape(shape)}" + (f", tied to {stored}" if stored else ""))
     right = ["elements", "offset", "bytes", "padding"]
-    print_table(["state", "type", "rank", "elements", "offset", "bytes", "padding", "file"], rows, right=right)
+    columns = ["state", "type", "rank", "elements", "offset", "bytes", "padding", "file"]
+    print_table(columns, rows, right=right, whole=["type", "rank"], rare=["padding", "type", "bytes", "offset"])
 
 
 # ------------------------------------------------------------------------------------------------- words

@@ -11,6 +11,8 @@ from ckpttool.cli import _options as options
 
 FOUND = 1
 """Exit code of ``verify`` for a damaged checkpoint, and of ``diff`` for different ones; failures have another."""
+VIEWS = ("params", "ranks", "files", "map")
+"""The views of ``inspect``, in the order in which they are printed."""
 OPENING = ("tag", "trust_names", "storage_options", "follow_links", "open_budget")
 """Parameters of ``ckpttool.inspect``."""
 
@@ -18,23 +20,24 @@ OPENING = ("tag", "trust_names", "storage_options", "follow_links", "open_budget
 @click.command(cls=options.Command, short_help="Show the content of a checkpoint.")
 @options.source_argument
 @options.tag_option
-@click.option("--params", "view", flag_value="params", help="One row for each parameter, buffer and tied name.")
-@click.option("--ranks", "view", flag_value="ranks", help="One row for each rank, with its content.")
-@click.option("--files", "view", flag_value="files", help="One row for each file.")
+@click.option("--params", is_flag=True, help="One row for each parameter, buffer and tied name.")
+@click.option("--ranks", is_flag=True, help="One row for each rank, with its content.")
+@click.option("--files", is_flag=True, help="One row for each file.")
 @click.option("--param", "name", metavar="NAME", help="Show the byte ranges of one parameter.")
-@click.option("--map", "view", flag_value="map", help="Draw the content of each rank, as wide as the terminal.")
+@click.option("--map", is_flag=True, help="Draw the content of each rank, as wide as the terminal.")
 @options.html_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def inspect(src: Any, view: str | None, name: str | None, html: str | None, as_json: bool, **given: Any) -> None:
+def inspect(src: Any, name: str | None, html: str | None, as_json: bool, **given: Any) -> None:
     """Show the content of a checkpoint; reads a few kilobytes, for any size.
 
-    Without a view: format, topology, versions, totals and parameter groups.
+    Without a view: format, topology, versions, totals and parameter groups. Several are printed in turn.
     """
-    if view and name:
-        raise click.UsageError(f"choose one of --{view} and --param")
-    if html is not None and (view or name):
+    views = [view for view in VIEWS if given.pop(view)]
+    if views and name:
+        raise click.UsageError(f"choose one of --{views[0]} and --param")
+    if html is not None and (views or name):
         raise click.UsageError("choose one of --html and a view")
     options.check_page(html, as_json, given)
     if html is not None:
@@ -43,22 +46,18 @@ def inspect(src: Any, view: str | None, name: str | None, html: str | None, as_j
 
         write_page(html, page_of_source(src, **options.chosen(given)), given)
     else:
-        _print(src, view, name, as_json, given)
+        _print(src, views, name, as_json, given)
 
 
-def _print(src: Any, view: str | None, name: str | None, as_json: bool, given: dict[str, Any]) -> None:
+def _print(src: Any, views: list[str], name: str | None, as_json: bool, given: dict[str, Any]) -> None:
     import ckpttool
     from ckpttool.cli._reports import print_checkpoint, print_checkpoint_json
 
     checkpoint = ckpttool.inspect(src, **options.chosen(given))
     if as_json:
         print_checkpoint_json(checkpoint, name)
-    elif view == "map":
-        from ckpttool.cli._map import print_map
-
-        print_map(checkpoint)
     else:
-        print_checkpoint(checkpoint, view, name)
+        print_checkpoint(checkpoint, views, name)
 
 
 @click.command(cls=options.Command, short_help="Check that a checkpoint is whole and sound.")
@@ -220,7 +219,8 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
         print_json({"weights": found.weights, "optimizer": found.optimizer, "tensors": each})
     elif view:
         rows = [[name, key, *text.split()] for key, own in each.items() for name, text in own.items()]
-        print_table(["tensor", "state", "type", "shape", "digest"], rows)
+        columns = ["tensor", "state", "type", "shape", "digest"]
+        print_table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])
     else:
         print_facts([("weights", found.weights), ("optimizer", found.optimizer or "no states")])
 

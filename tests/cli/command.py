@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -117,3 +118,31 @@ def staging_of(out: Path) -> list[Path]:
 def remains(directory: Path) -> list[str]:
     """Everything under a directory."""
     return sorted(str(p.relative_to(directory)) for p in directory.rglob("*"))
+
+
+def in_terminal(*arguments: object, columns: int, code: int = 0, errors: bool = True, **environment: str) -> str:
+    """What a command shows on a terminal of so many columns, with what it says of errors and progress."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
+    settings = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR", "COLORTERM", "CI"}}
+    settings |= {"TERM": "xterm", "COLUMNS": str(columns), **environment}
+    told = theirs if errors else subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=theirs, stderr=told, stdin=theirs, env=settings) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(ours)
+    assert process.returncode == code
+    return shown.decode().replace("\r\n", "\n")
+
+
+def plain(text: str) -> str:
+    """The text of a terminal without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)

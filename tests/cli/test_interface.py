@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pickle
-import pty
 import re
 import shlex
 import subprocess
@@ -29,7 +28,7 @@ from ckpttool.cli import COMMANDS, _output, cli
 from ckpttool.cli._errors import with_flags
 from ckpttool.errors import ArgumentError, CkptError, PlanError
 from tests import damage
-from tests.cli.command import ckpttool, ckpttool_process
+from tests.cli.command import ckpttool, ckpttool_process, in_terminal, plain
 from tests.truth import REPRESENTATIVE, source, tag_directory
 from tests.wording import refused
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ZERO3 = source("zero3-dp2-bf16")
+VIEW_FLAGS = ("params", "ranks", "files", "map")
 VIEWS = [(), ("--params",), ("--ranks",), ("--files",), ("--param", "up.weight"), ("--param", "head.weight")]
 
 
@@ -203,7 +203,7 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json, --html and --debug are about printing, and so are inspect's views; the library has no such parameters."""
-    printing = {"as_json", "debug", "html", "view"} | ({"name"} if name == "inspect" else set())
+    printing = {"as_json", "debug", "html", "view", "wide"} | ({*VIEW_FLAGS, "name"} if name == "inspect" else set())
     printing |= {"part", "ray_address"}  # further values of SRC and --ray
     function = python_inspect.signature(getattr(api, name)).parameters
     command = {p.name for p in _command(name).params}
@@ -280,58 +280,37 @@ def test_pipe_gets_whole_names_and_no_decoration(name: str, view: tuple[str, ...
         assert ("pp_rank_3_mp_rank_00_optim_states.pt" in done.stdout) == (name == "zero3-dp4-bf16")
 
 
-def test_narrow_terminal_folds_what_does_not_fit() -> None:
-    wide = _in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=200)
+def test_narrow_terminal_shortens_what_does_not_fit() -> None:
+    wide = in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=200)
     name = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
     assert name in wide
     assert "\x1b[1m" in wide
-    narrow = _plain(_in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=40))
-    assert max(map(len, narrow.splitlines())) <= 40
+    narrow = plain(in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=40))
+    assert max(map(len, narrow.splitlines())) <= 45
     assert name not in narrow
-    assert name in "".join(line.split()[0] for line in narrow.splitlines())
+    assert "--wide" in narrow
     for view in VIEWS:
-        assert _in_terminal("inspect", ZERO3, *view, columns=1)
-    assert "ZeRO-3 over 2 ranks" in _in_terminal("inspect", ZERO3, columns=80)
+        assert in_terminal("inspect", ZERO3, *view, columns=1)
+    assert "ZeRO-3 over 2 ranks" in in_terminal("inspect", ZERO3, columns=80)
+
+
+def test_views_are_printed_one_after_another() -> None:
+    each = [ckpttool("inspect", ZERO3, f"--{view}").stdout for view in VIEW_FLAGS]
+    assert ckpttool("inspect", ZERO3, "--map", "--files", "--params", "--ranks").stdout == "\n".join(each)
 
 
 def test_terminal_gets_no_codes_from_names(checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy("zero3-dp2-bf16")
     damage.rename_parameter(root, "up.weight", "\x1b[2J[bold]x[/bold]")
-    shown = _in_terminal("inspect", root, "--params", columns=200)
+    shown = in_terminal("inspect", root, "--params", columns=200)
     assert "\\x1b[2J[bold]x[/bold]" in shown
     assert "\x1b[2J" not in shown
 
 
 def test_no_color_is_respected(checkpoint_copy: Callable[[str], Path]) -> None:
-    assert "\x1b[32m" in _in_terminal("verify", ZERO3, "--deep", columns=80)
-    shown = _in_terminal("verify", ZERO3, "--deep", columns=80, NO_COLOR="1")
+    assert "\x1b[32m" in in_terminal("verify", ZERO3, "--deep", columns=80)
+    shown = in_terminal("verify", ZERO3, "--deep", columns=80, NO_COLOR="1")
     assert not re.search(r"\x1b\[[\d;]*m", shown), "only a slow run's progress may move the cursor"
-
-
-def _in_terminal(*arguments: object, columns: int, **environment: str) -> str:
-    """What a command shows on a terminal."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
-    settings = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR"}}
-    settings |= {"TERM": "xterm", "COLUMNS": str(columns), **environment}
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=settings) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the other side is closed
-                break
-            if not part:
-                break
-            shown += part
-    os.close(ours)
-    assert process.returncode == 0
-    return shown.decode().replace("\r\n", "\n")
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def test_progress_is_printed_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

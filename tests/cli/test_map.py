@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -14,7 +10,7 @@ import pytest
 import ckpttool as api
 from ckpttool.analysis.layout import layer_of
 from ckpttool.cli import _map
-from tests.cli.command import ckpttool
+from tests.cli.command import ckpttool, in_terminal, plain
 from tests.pages import synthetic
 from tests.sampling import some
 from tests.truth import NAMES, source
@@ -56,54 +52,34 @@ def test_many_ranks_are_drawn_in_part(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(224 more ranks are not drawn)" in printed
 
 
-def _in_terminal(columns: int, *arguments: str, **more: str) -> str:
-    """What a command prints on a terminal of so many columns."""
-    main, side = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS", "CI"}}
-    environment |= {"COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor"} | more
-    command = [sys.executable, "-m", "ckpttool", *arguments]
-    with subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=environment, close_fds=True) as process:
-        os.close(side)
-        parts = []
-        while True:
-            try:
-                part = os.read(main, 1 << 16)
-            except OSError:
-                break
-            if not part:
-                break
-            parts.append(part)
-        assert process.wait(timeout=60) == 0
-    os.close(main)
-    return b"".join(parts).decode()
-
-
 def test_the_map_has_colours_in_a_terminal() -> None:
-    shown = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map")
+    shown = in_terminal(
+        "inspect", source("zero2-dp2-bf16"), "--map", columns=90, TERM="xterm-256color", COLORTERM="truecolor"
+    )
     assert len(set(re.findall(r"\x1b\[38;2;[\d;]+m█", shown))) >= 5
-    plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
-    drawn = [line for line in plain.splitlines() if line.startswith("rank 1")]
+    shown_plain = plain(shown)
+    drawn = [line for line in shown_plain.splitlines() if line.startswith("rank 1")]
     assert {len(line.rstrip()) for line in drawn} <= set(range(85, 91))
-    without = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1")
+    without = in_terminal("inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1", columns=90)
     assert "\x1b[38" not in without
     assert "█" not in without
 
 
 @pytest.mark.parametrize("kind", ["xterm-256color", "vt100"])
 def test_a_terminal_with_few_colours_gets_letters(kind: str) -> None:
-    shown = _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", TERM=kind, COLORTERM="")
+    shown = in_terminal("inspect", source("zero2-dp2-bf16"), "--map", TERM=kind, COLORTERM="", columns=90)
     assert "█" not in shown
     assert re.search(r"\x1b\[[\d;]+m[a-k]", shown)
-    plain = re.sub(r"\x1b\[[\d;]*m", "", shown).replace("\r", "")
-    assert plain == _in_terminal(90, "inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1").replace("\r", "")
+    shown_plain = plain(shown)
+    assert shown_plain == in_terminal("inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1", columns=90)
 
 
 def test_statistics_have_a_histogram_in_a_wide_terminal() -> None:
-    wide = _in_terminal(160, "stats", source("zero2-dp2-bf16"))
+    wide = in_terminal("stats", source("zero2-dp2-bf16"), columns=160)
     row = next(line for line in wide.splitlines() if line.startswith("embed.weight"))
     assert re.search(r"[▁▂▃▄▅▆▇█ ]{8,}$", re.sub(r"\x1b\[[\d;]*m", "", row).rstrip("\r"))
     assert "█" in row
-    assert "█" not in _in_terminal(100, "stats", source("zero2-dp2-bf16"))
+    assert "█" not in in_terminal("stats", source("zero2-dp2-bf16"), columns=100)
     assert "█" not in ckpttool("stats", source("zero2-dp2-bf16")).stdout
 
 

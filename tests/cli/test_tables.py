@@ -1,0 +1,81 @@
+"""Tables on narrow terminals: no number breaks, and what is left out is said."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool.cli._tables import ELLIPSIS, Table, shortened
+from tests.cli.command import ckpttool, in_terminal, plain
+from tests.truth import source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHECKPOINT, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16")
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w.])")
+
+
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "stats": ("stats", CHECKPOINT, "--optimizer"),
+    "inspect": ("inspect", CHECKPOINT),
+    "params": ("inspect", CHECKPOINT, "--params"),
+    "ranks": ("inspect", CHECKPOINT, "--ranks"),
+    "files": ("inspect", CHECKPOINT, "--files"),
+    "one parameter": ("inspect", CHECKPOINT, "--param", "up.weight"),
+    "digest": ("digest", CHECKPOINT, "--tensors"),
+    "diff": ("diff", CHECKPOINT, OTHER, "--all"),
+    "ls": ("ls", "RUN"),
+    "prune": ("prune", "RUN", "--keep-last", "1", "--dry-run"),
+    "consolidate": ("consolidate", CHECKPOINT, "OUT", "--to", "safetensors", "--dry-run"),
+    "average": ("average", "FIRST", "SECOND", "OUT", "--to", "safetensors", "--dry-run"),
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_number_breaks_on_a_terminal(name: str, columns: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (3, 6):
+        shutil.copytree(f"{CHECKPOINT}/global_step3", run / f"a-rather-long-name-of-an-experiment-global_step{step}")
+    first, second = sorted(run.iterdir())
+    paths = {"RUN": run, "OUT": tmp_path / "out", "FIRST": first, "SECOND": second}
+    command = [paths.get(str(argument), argument) for argument in COMMANDS[name]]
+    whole = ckpttool(*command)
+    narrow = plain(in_terminal(*command, columns=columns, code=whole.code, errors=False)).splitlines()
+    assert whole.code in {0, 1}
+    known = set(NUMBER.findall(whole.stdout)) | {str(columns)}
+    shown = [line for line in narrow if not line.startswith("needs: ")]  # the memory of this moment
+    assert [number for line in shown for number in NUMBER.findall(line) if number not in known] == []
+    assert max((len(line) for line in shown if "   " in line and CHECKPOINT not in line), default=0) <= columns
+    wide = plain(in_terminal(*command, "--wide", columns=columns, code=whole.code, errors=False)).splitlines()
+    assert [line for line in wide if line not in narrow[-1:] and "needs: " not in line] == [
+        line for line in whole.stdout.splitlines() if "needs: " not in line and line not in narrow[-1:]
+    ]
+
+
+def test_a_narrow_table_says_what_it_leaves_out() -> None:
+    columns, rows = ["name", "size", "why", "rare"], [["a" * 60, "123,456", "one two three " * 5, "9"]]
+    table = Table(columns, rows, right=["size", "rare"], prose=["why"], rare=["rare"])
+    lines, less = table.fitted(60)
+    assert less
+    assert lines[0].split() == ["name", "size", "why"]
+    assert max(map(len, lines)) <= 60
+    assert "123,456" in lines[1]
+    assert ELLIPSIS in lines[1]
+    assert " ".join(" ".join(line[40:].split()) for line in lines).count("three") >= 1
+    assert table.fitted(400) == (table.lines(), False)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_an_ellipsis_is_in_the_middle(width: int) -> None:
+    text = "abcdefghij"
+    short = shortened(text, width)
+    assert len(short) == min(width, len(text))
+    if width < len(text):
+        start, end = short.split(ELLIPSIS)
+        assert (text.startswith(start), text.endswith(end)) == (True, True)
+        assert len(start) - len(end) in {0, 1}
