@@ -9,8 +9,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+SIMILAR = 0.6
+"""Least share of equal characters of a name that is suggested for a mistyped one."""
 MAX_TEXT = 4096
 """Most characters of a path, a problem or a hint in an error line."""
 MAX_WORD = 300
@@ -161,3 +163,11 @@ def _brief_items(value: Any, limit: int, depth: int) -> str:
     if type(value) is tuple and len(parts) == 1:
         parts.append("")
     return f"{opening}{', '.join(parts).rstrip(' ')}{closing}"
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return the known name that a mistyped one may mean, as the start of a hint; "" without one."""
+    import difflib  # only errors need it
+
+    found = difflib.get_close_matches(name, [*known], n=1, cutoff=SIMILAR)
+    return f"did you mean {printable(found[0])}? " if found else ""

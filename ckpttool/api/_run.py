@@ -107,6 +107,8 @@ class Run:
             # Concurrent round trips to several stores take as long as one.
             concurrent = is_url(paths[0]) and (self.destination.remote or len(sources) > 1)
             openings.append(_in_background(opened) if concurrent else opened)
+        for src in sources:
+            self.destination.check_other(source_paths(src))
         if not self.options.resume:
             self.destination.check_target(overwrite=self.options.overwrite)
         checkpoints = [_with_origin(opened(), src) for opened, src in zip(openings, sources, strict=True)]

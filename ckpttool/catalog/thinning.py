@@ -44,6 +44,7 @@ from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, co
 from ckpttool.storage.base import PinnedError
 from ckpttool.storage.safe_files import is_temporary
 from ckpttool.targets.thin import plan_thin
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -223,7 +224,8 @@ class _Work:
     def _check_space(self) -> None:
         needed, free = int(SPACE_FACTOR * self.thinning.plan.nbytes), self.storage.free_bytes(self.directory)
         if free is not None and free < needed:
-            problem = f"needs {needed:,} bytes for its weights before it frees any, but only {free:,} are free"
+            room = f"but only {format_size(free)} are free"
+            problem = f"needs {format_size(needed)} for its weights before it frees any, {room}"
             raise StorageError(self.directory, problem, "free some space, or remove a checkpoint first")
 
     def _claim(self, old: list[str]) -> None:

@@ -18,8 +18,15 @@ SECTIONS = {
     "Export": {"consolidate": "writing", "average": "writing", "extract": "reading"},
     "Resume": {"convert": "writing"},
     "Keep": {"ls": "keeping", "prune": "keeping", "pin": "keeping", "unpin": "keeping", "cp": "writing"},
+    "Shell": {"completion": "completion"},
 }
 """The commands and their modules, by section of the help."""
+MEANT = {
+    "export": "consolidate", "merge": "consolidate", "load": "consolidate", "check": "verify", "show": "inspect",
+    "info": "inspect", "compare": "diff", "list": "ls", "copy": "cp", "rm": "prune", "clean": "prune",
+    "reshard": "convert", "universal": "convert", "mean": "average", "ema": "average", "hash": "digest",
+}  # fmt: skip
+"""The command for a word that other tools use."""
 COMMANDS = {command: module for commands in SECTIONS.values() for command, module in commands.items()}
 GC_OBJECTS = 100_000
 """Allocations of containers between two garbage collections."""
@@ -39,6 +46,22 @@ class _Commands(click.Group):
             with formatter.section(section):
                 formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in commands if command])
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of some arguments; ``help`` means ``--help``. A mistyped name gets a suggestion."""
+        if args[0] == "help":
+            args = [*args[1:2], "--help"]
+        if args[0] == "--help":
+            click.echo(ctx.get_help())
+            ctx.exit()
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            from ckpttool.messages import brief, similar
+
+            hint = f"did you mean {MEANT[args[0]]}?" if args[0] in MEANT else similar(args[0], COMMANDS).strip()
+            raise click.UsageError(f"no command {brief(args[0])}; {hint or 'see ckpttool --help'}", ctx)
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command by its name; None if there is none."""
         if cmd_name not in COMMANDS:
@@ -48,7 +71,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, package_name="ckpttool")
+@click.version_option(__version__, "-V", "--version", package_name="ckpttool")
 def cli() -> None:
     """Inspect, verify and convert sharded checkpoints (DeepSpeed ZeRO, FSDP2), without torch or running their code.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from ckpttool._version import __version__
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief, hide_secrets, printable
 
@@ -26,6 +27,8 @@ FAILED = 3
 """Exit code of a failure: 1 means that ``diff`` found a difference, or ``verify`` damage."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM, as in shells."""
+ISSUES = "https://github.com/ckpttool/ckpttool/issues"
+"""Where to report a bug."""
 EXIT_WORK = ("fsspec", "ray", "torch", "coverage", "multiprocessing")
 """Packages that register functions for the end of the process."""
 FLAGS = {"storage_options": "storage_option", "buffers": "buffer"}
@@ -162,6 +165,7 @@ def _print_bug(error: Exception) -> None:
     import traceback
 
     sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
+    sys.stderr.write(f"Error: this is a bug in ckpttool {__version__}; report it with the lines above: {ISSUES}\n")
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> None:

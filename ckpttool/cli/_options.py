@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckpttool.errors import ArgumentError
+from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
 from ckpttool.units import parse_duration, parse_size
 
@@ -49,6 +52,15 @@ class SizeType(_IntegerType):
             return parse_size(str(value))
         except ArgumentError as error:
             self.fail(f"{brief(value)} is not a size: {error.hint}", param, ctx)
+
+
+class Dtype(click.Choice[str]):
+    """A type of weights; torch's names mean the short ones."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the short name; fail as wrong usage."""
+        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
+        return super().convert(short.get(str(value).removeprefix("torch."), value), param, ctx)
 
 
 class Command(click.Command):
@@ -138,8 +150,39 @@ def sources_argument(function: F) -> F:
     return argument(_part_option(function))
 
 
+def complete_tags(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the tags of SRC that begin with a text."""
+    import ckpttool
+
+    with contextlib.suppress(CkptError):
+        return [one.name for one in ckpttool.ls(_given_source(ctx)).entries if one.name.startswith(incomplete)]
+    return []
+
+
+def complete_names(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of the parameters and buffers of SRC that begin with a text."""
+    import ckpttool
+
+    with contextlib.suppress(CkptError):
+        found = ckpttool.inspect(_given_source(ctx))
+        names = [*(p.name for p in found.parameters), *(b.name for b in found.buffers), *found.aliases]
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
+def _given_source(ctx: click.Context) -> str:
+    """Return SRC, the first word after the command: click does not parse words before an option without its value."""
+    words = shlex.split(os.environ.get("COMP_WORDS", ""))[len(ctx.command_path.split()) :]
+    return os.path.expanduser(next((word for word in words if not word.startswith("-")), ""))
+
+
 out_argument = click.argument("out", type=click.Path())
-tag_option = click.option("--tag", metavar="TAG", help="Tag of the checkpoint in a root.  [default: the tag in latest]")
+tag_option = click.option(
+    "--tag",
+    metavar="TAG",
+    shell_complete=complete_tags,
+    help="Tag of the checkpoint in a root.  [default: the tag in latest]",
+)
 trust_option = click.option(
     "--trust-names", is_flag=True, help="Accept renamed files (the name recorded inside differs)."
 )

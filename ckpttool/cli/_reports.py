@@ -13,7 +13,6 @@ from ckpttool.cli._output import print_facts, print_json, print_line, print_tabl
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
-from ckpttool.errors import PlanError
 from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.units import format_age, format_ago, format_size
 
@@ -408,7 +407,9 @@ def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
             found = True
             yield key, state
     if not found:
-        raise PlanError(c.location, f"holds no parameter {name}", "inspect --params lists the names")
+        from ckpttool.model.selection import no_such_parameter  # a correct name does not need it
+
+        raise no_such_parameter(c, name)
 
 
 def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:

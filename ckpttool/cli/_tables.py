@@ -18,7 +18,7 @@ ELLIPSIS = "…"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The cells of a table. Numbers, and what is copied, stay whole; names are shortened in the middle."""
+    """The cells of a table. Numbers are whole; names are shortened in the middle."""
 
     columns: Sequence[str]
     """Headings."""

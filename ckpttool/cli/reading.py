@@ -23,7 +23,13 @@ OPENING = ("tag", "trust_names", "storage_options", "follow_links", "open_budget
 @click.option("--params", is_flag=True, help="One row for each parameter, buffer and tied name.")
 @click.option("--ranks", is_flag=True, help="One row for each rank, with its content.")
 @click.option("--files", is_flag=True, help="One row for each file.")
-@click.option("--param", "name", metavar="NAME", help="Show the byte ranges of one parameter.")
+@click.option(
+    "--param",
+    "name",
+    metavar="NAME",
+    shell_complete=options.complete_names,
+    help="Show the byte ranges of one parameter.",
+)
 @click.option("--map", is_flag=True, help="Draw the content of each rank, as wide as the terminal.")
 @options.html_option
 @options.json_option
@@ -227,7 +233,7 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
 
 @click.command(cls=options.Command, short_help="Write one tensor to a file.")
 @options.source_argument
-@click.argument("name")
+@click.argument("name", shell_complete=options.complete_names)
 @options.out_argument
 @click.option(
     "--state", metavar="STATE", help="weights, fp32, module, or the optimizer's: exp_avg, ...  [default: weights]"

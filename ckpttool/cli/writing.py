@@ -14,7 +14,7 @@ from ckpttool.cli import _options as options
 @options.out_argument
 @click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Output format.")
 @options.tag_option
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="dtype of the parameters.  [default: fp32]")
+@click.option("--dtype", type=options.Dtype(["fp32", "bf16", "fp16"]), help="dtype of the parameters.  [default: fp32]")
 @click.option(
     "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
 )
@@ -111,7 +111,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
+    type=options.Dtype(["fp32", "bf16", "fp16"]),
     help="Compute dtype of that run, if SRC is weights-only or DCP.  [default: the dtype of the weights]",
 )
 @click.option(
@@ -221,11 +221,11 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
     type=click.Choice(["constant", "linear", "cosine", "1-sqrt"]),
     help="Weights equivalent to this decay of the learning rate (WSM), the oldest SRC first.",
 )
-@click.option("--accumulate", type=click.Choice(["fp32", "fp64"]), help="dtype to compute in.  [default: fp32]")
+@click.option("--accumulate", type=options.Dtype(["fp32", "fp64"]), help="dtype to compute in.  [default: fp32]")
 @options.tag_option
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
+    type=options.Dtype(["fp32", "bf16", "fp16"]),
     help="dtype of the parameters; for zero the dtype to train in, if no SRC records it.  [default: fp32]",
 )
 @click.option(

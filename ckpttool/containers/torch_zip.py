@@ -211,7 +211,7 @@ def _read_directory(reader: RangeReader, max_nbytes: int) -> tuple[ByteRange, in
     if at < 0 or at + _END.size > len(tail):
         if _END64_MAGIC in tail:  # it follows the directory: nothing but the very end is lost
             raise ContainerError(reader.path, "the end of its zip directory is damaged", _DAMAGED_HINT)
-        raise TruncatedError(reader.path, "the zip directory at its end is missing", _DAMAGED_HINT)
+        raise TruncatedError(reader.path, f"is cut off: only its first {size:,} bytes are there", _DAMAGED_HINT)
     end_start = size - len(tail) + at
     _, *disks, on_disk, count, nbytes, start, _ = _END.unpack_from(tail, at)
     _check_one_disk(reader, whole={*disks} <= {0, _MAX16} and on_disk == count)

@@ -40,7 +40,7 @@ from ckpttool.storage.staging import Journal
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ckpttool.execution.checks import ReadChecks
@@ -200,6 +200,16 @@ class Destination:
             problem = "is in a storage whose files only one process can write"
             raise StorageError(self.out, problem, "write to S3 or to a directory that all nodes share, or without Ray")
 
+    def check_other(self, paths: Iterable[str]) -> None:
+        """Refuse an output that is a source by its path, before it is refused as one that is not empty.
+
+        Raises:
+            StorageError: OUT is the source.
+        """
+        for path in paths:
+            if not is_url(path) and self._remote is None and os.path.realpath(path) == os.path.realpath(self.out):
+                raise StorageError(self.out, f"would be written over the checkpoint in {path}", "choose another OUT")
+
     def check_apart(self, checkpoint: Checkpoint) -> None:
         """Refuse to overwrite the source.
 
@@ -333,8 +343,10 @@ class Destination:
             options: As for ``write``.
 
         Raises:
-            StorageError: OUT's file system cannot be asked.
+            StorageError: OUT's file system has less free space, or cannot be asked.
         """
+        if self._remote is None:
+            staging.check_space(self.out, plan.nbytes_written)
         free = staging.free_bytes(self.out) if self._remote is None else self._remote.free_bytes(self.out)
         return forecast(plan, options, remote=self.remote, free_bytes=free)
 

@@ -12,7 +12,7 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.layouts import ENGINES, FILE, ROOT, TRAINER, Place, is_name, trainer_folders
 from ckpttool.formats.scan import has_files_of_tag, natural_order
-from ckpttool.messages import brief
+from ckpttool.messages import brief, similar
 from ckpttool.storage import MANIFEST, MARK, parent, whole_path
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 MAX_RUNS = 20
 """Most checkpoints that an error names."""
+
+_SCHEMES = frozenset({"s3", "gs", "az", "abfs", "http", "https"})
+"""Schemes of URLs that are often written with one slash."""
 
 
 class Foreign(NamedTuple):
@@ -114,7 +117,7 @@ def locate(here: Place, tag: str | None) -> Location:
     """
     storage, src = here.storage, here.path
     if not storage.exists(src):
-        raise StorageError(src, "does not exist", "check the path")
+        raise StorageError(src, "does not exist", f"{_similar_path(here)}check the path")
     if here.kind == FILE:
         refuse_part(here)
         raise StorageError(src, "is not a directory", "pass a checkpoint root or a tag's directory")
@@ -126,7 +129,7 @@ def locate(here: Place, tag: str | None) -> Location:
         return _of_trainer(here)
     tag = _tag_in(here) if tag is None else tag
     if not here.has_tag(tag):
-        raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(here.tags))
+        raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(here.tags, tag))
     directory = posixpath.join(src, tag)
     if storage.exists(posixpath.join(directory, MANIFEST)) and not has_files_of_tag(storage.listing(directory)):
         return locate(Place(storage, directory), None)  # raises: it contains several engines
@@ -172,7 +175,7 @@ def _tag_in(root: Place) -> str:
     if not is_name(tag):
         raise LayoutError(path, "does not name a tag", *_choose(root.tags))
     if not root.has_tag(tag):
-        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root.tags))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root.tags, tag))
     return tag
 
 
@@ -251,6 +254,7 @@ def inner_directory(here: Place, tag: str | None) -> str | None:
     choose = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
     if tag is not None:
         if found and tag not in found:
+            choose = f"{similar(tag, found)}{choose}"
             raise LayoutError(here.path, f"holds no checkpoint of tag {brief(tag, 200)}", choose, ("tag",))
         found = [name for name in found if name == tag]
     elif here.step_pointer is not None:
@@ -298,7 +302,18 @@ def _look_elsewhere(here: Place, below: Sequence[str]) -> str:
     return "pass a checkpoint root (with a file named latest) or a tag's directory"
 
 
-def _choose(tags: list[str]) -> tuple[str, tuple[str, ...]]:
+def _similar_path(missing: Place) -> str:
+    """Return the start of a hint at a path that may be meant: beside a missing one, or with the slashes of a URL."""
+    scheme, slash, rest = missing.path.partition(":/")
+    if slash and scheme in _SCHEMES and not rest.startswith("/"):
+        return f"did you mean {scheme}://{rest}? "
+    above = Place(missing.storage, parent(missing.path))
+    with contextlib.suppress(StorageError):
+        return similar(missing.name, [entry.name for entry in above.entries if not entry.name.startswith(".")])
+    return ""
+
+
+def _choose(tags: list[str], meant: str = "") -> tuple[str, tuple[str, ...]]:
     if not tags:
         return "the root contains no other checkpoint: restore it from a copy", ()
-    return f"choose one with tag: {', '.join(tags)}", ("tag",)
+    return f"{similar(meant, tags)}choose one with tag: {', '.join(tags)}", ("tag",)

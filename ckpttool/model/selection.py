@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import PlanError
+from ckpttool.messages import similar
 from ckpttool.model import MASTER, MODULE
 from ckpttool.model.state_digest import WEIGHTS as WEIGHTS
 
@@ -52,12 +53,19 @@ def find(checkpoint: Checkpoint, name: str, key: str) -> State:
     stored = checkpoint.aliases.get(name, name)
     held = {k: s for owner, k, s in checkpoint.states() if owner == stored}
     if not held:
-        raise PlanError(checkpoint.location, f"holds no parameter {name}", "inspect lists the names")
+        raise no_such_parameter(checkpoint, name)
     order = (MODULE, MASTER, "buffer") if checkpoint.has_newer_copies else (MASTER, MODULE, "buffer")
     state = next((held[k] for k in (order if key == WEIGHTS else (key,)) if k in held), None)
     if state is None:
         raise PlanError(checkpoint.location, f"holds no {key} of {name}", f"choose one of {', '.join(held)}")
     return state
+
+
+def no_such_parameter(checkpoint: Checkpoint, name: str) -> PlanError:
+    """Return the error that a checkpoint has no parameter or buffer of a name, with the most similar one."""
+    known = dict.fromkeys(owner for owner, _, _ in checkpoint.states())
+    hint = f"{similar(name, [*known, *checkpoint.aliases])}inspect --params lists the names"
+    return PlanError(checkpoint.location, f"holds no parameter {name}", hint)
 
 
 NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("include", "exclude"))

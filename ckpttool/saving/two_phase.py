@@ -31,6 +31,7 @@ from ckpttool.saving.claim import Claim
 from ckpttool.saving.coordination import RankError
 from ckpttool.saving.files import HashedFile, put_new
 from ckpttool.storage import LATEST, MANIFEST, MARK, find_text, is_linked
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +160,7 @@ def _begin(
     state = claim.state(overwrite=request.overwrite)
     needed, free = int(SPACE_FACTOR * sum(offer["nbytes"] for offer in offers)), storage.free_bytes(root)
     if free is not None and free < needed:
-        problem = f"needs {needed:,} bytes, but only {free:,} are free"
+        problem = f"needs {format_size(needed)}, but only {format_size(free)} are free"
         raise StorageError(claim.directory, problem, "free some space, keep fewer checkpoints, or choose another root")
     return claim.take(state)
 

@@ -23,6 +23,7 @@ from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK, WHOLE, storage_error, translate_os_errors
 from ckpttool.storage.local import proof_of_name, write_at
 from ckpttool.storage.safe_files import MAX_NAME_BYTES, MOVE, Directory, check_link, check_plain, umask
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -208,9 +209,8 @@ def check_space(out: str, nbytes: int) -> None:
     """
     free = free_bytes(out)
     if free < nbytes:
-        raise StorageError(
-            out, f"needs {nbytes:,} bytes, but only {free:,} are free", "free some space or choose another OUT"
-        )
+        problem = f"needs {format_size(nbytes)}, but only {format_size(free)} are free"
+        raise StorageError(out, problem, "free some space or choose another OUT")
 
 
 def check_apart(out: str, source: str) -> None:

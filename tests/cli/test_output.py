@@ -329,7 +329,7 @@ def test_output_that_cannot_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "statvfs", nearly_full)
     error = ckpttool(*consolidate(tmp_path / "a/out")).error
-    assert error.startswith(f"Error: {tmp_path}/a/out: needs 12,455 bytes, but only 4,096 are free; free some space")
+    assert error.startswith(f"Error: {tmp_path}/a/out: needs 12.5 kB, but only 4.1 kB are free; free some space")
     assert remains(tmp_path) == []
     # What a killed run left there will be free.
     left = leftover(tmp_path / "a/out")
@@ -357,7 +357,7 @@ def test_full_disk_is_an_error_and_nothing_stays(
     (small_disk / "ballast").write_bytes(b"x" * 24_000)
     options = () if inside else ("--overwrite",)
     out = small_disk / inside
-    assert "needs 12,455 bytes, but only " in ckpttool(*consolidate(out, *options)).error
+    assert "needs 12.5 kB, but only " in ckpttool(*consolidate(out, *options)).error
     whole = os.statvfs("/")
     monkeypatch.setattr(os, "statvfs", lambda _: whole)  # other programs fill the disk in the meantime
     for to in ("safetensors", "torch"):

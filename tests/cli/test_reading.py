@@ -258,7 +258,7 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
 def test_an_impossible_extract_is_one_line(tmp_path: Path) -> None:
     out = tmp_path / "x.npy"
     for arguments, told in (
-        (["nothing", out], "holds no parameter nothing; inspect lists the names"),
+        (["nothing", out], "holds no parameter nothing; inspect --params lists the names"),
         (["up.weight", out, "--state", "sum"], "holds no sum of up.weight; choose one of fp32, exp_avg"),
         (["up.weight", out, "--index", "0,0,0"], "--index: has 3 indices, but the shape is (37, 18); leave out"),
         (["up.weight", out, "--index", "37"], "--index: has 37 for a dimension of 37; choose an index"),

@@ -99,7 +99,7 @@ DAMAGE = {
     _without_a_rank: "layout-is-missing",
     _without_latest: "layout-holds-checkpoints-and-no-latest",
     _another_latest: "layout-names-which-is-not-there",
-    _cut_off: "truncated-the-zip-directory-at-its-end-is-missing",
+    _cut_off: "truncated-is-cut-off-only-its-first-bytes-are-there",
     _swapped: "layout-was-saved-as-as-its-records-show-files-were-renamed-or-swapped",
     _marked: "layout-is-being-written-or-was-left-half-written-by-a-killed-run",
     _linked: "link-is-reached-through-a-link-that-leaves-the-checkpoint-s-root",

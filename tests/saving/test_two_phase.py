@@ -24,6 +24,7 @@ from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile, write_fil
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, aside_name
 from ckpttool.storage.base import SET_ASIDE
+from ckpttool.units import format_size
 from tests.faults.disks import Machine
 from tests.saving import crew
 from tests.saving.checkpoints import Intercepted, chosen, content, part, save_version, version, whole
@@ -201,7 +202,7 @@ def test_no_room(root: str, together: Callable[..., list[crew.Outcome]]) -> None
     outcomes = together(lambda ranks: save_version(_AlmostFull(total), root, ranks, "step2", 2))
     needed = int(two_phase.SPACE_FACTOR * total)
     assert {str(o.error) for o in outcomes} == {
-        f"{root}/step2: needs {needed:,} bytes, but only {total:,} are free; "
+        f"{root}/step2: needs {format_size(needed)}, but only {format_size(total)} are free; "
         "free some space, keep fewer checkpoints, or choose another root"
     }
     assert not os.path.exists(f"{root}/step2")

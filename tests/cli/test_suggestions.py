@@ -1,0 +1,91 @@
+"""What is said of mistyped names, and the completion of a shell."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckpttool.cli import COMMANDS, MEANT
+from tests.cli.command import ckpttool
+from tests.truth import HERE, source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHECKPOINT = source("zero2-dp2-bf16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("inspekt", CHECKPOINT), "inspect?"),
+        (("verfy",), "verify?"),
+        (("export", CHECKPOINT), "consolidate?"),
+        (("merge",), "consolidate?"),
+        (("inspect", CHECKPOINT, "--param", "head.wieght"), "did you mean head.weight?"),
+        (("extract", CHECKPOINT, "up.wight", "OUT"), "did you mean up.weight?"),
+        (("inspect", CHECKPOINT, "--tag", "global_step33"), "did you mean global_step3?"),
+        (("inspect", HERE / "checkpoints/zero2-dp2-bf1"), "did you mean zero2-dp2-bf16?"),
+        (("inspect", "s3:/models/x"), "did you mean s3://models/x?"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistyped_name_gets_a_suggestion(arguments: tuple[object, ...], meant: str) -> None:
+    done = ckpttool(*arguments)
+    assert done.code in {2, 3}
+    assert meant in done.stderr
+
+
+def test_an_unlike_name_gets_none() -> None:
+    assert "did you mean" not in ckpttool("inspect", CHECKPOINT, "--param", "zzz").stderr
+    assert ckpttool("qqqq").stderr.endswith("Error: no command 'qqqq'; see ckpttool --help\n")
+    assert set(MEANT.values()) <= COMMANDS.keys()
+
+
+def test_help_is_a_command_too() -> None:
+    assert ckpttool("help").stdout == ckpttool("--help").stdout
+    assert ckpttool("help", "stats").stdout == ckpttool("stats", "--help").stdout
+    assert ckpttool("-V").stdout == ckpttool("--version").stdout
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16"])
+def test_the_types_of_torch_are_accepted(name: str, tmp_path: Path) -> None:
+    done = ckpttool("consolidate", CHECKPOINT, tmp_path / "out", "--to", "torch", "--dtype", name, "--dry-run")
+    assert done.code == 0
+    assert "parameters in bf16" in done.stdout
+
+
+def test_the_source_as_output_is_said_to_be_the_source() -> None:
+    for command in ("consolidate", "convert"):
+        done = ckpttool(command, CHECKPOINT, CHECKPOINT, "--to", "torch" if command == "consolidate" else "dcp")
+        assert (
+            done.error
+            == f"Error: {CHECKPOINT}: would be written over the checkpoint in {CHECKPOINT}; choose another OUT"
+        )
+
+
+def _completed(words: str) -> list[str]:
+    """What a shell suggests at the end of some words."""
+    asked = {"COMP_WORDS": f"ckpttool {words}", "COMP_CWORD": str(words.count(" ") + 1)}
+    environment = os.environ | {"_CKPTTOOL_COMPLETE": "bash_complete"} | asked
+    command = [sys.executable, "-c", "import sys; sys.argv = ['ckpttool']; from ckpttool.cli import main; main()"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.split()]
+
+
+def test_a_shell_completes_commands_tags_and_names(tmp_path: Path) -> None:
+    for step in (3, 6):
+        shutil.copytree(f"{CHECKPOINT}/global_step3", tmp_path / f"global_step{step}")
+    assert _completed("ins") == ["inspect"]
+    assert sorted(_completed(f"inspect {tmp_path} --tag glob")) == ["global_step3", "global_step6"]
+    assert _completed(f"inspect {CHECKPOINT} --param he") == ["head.weight"]
+    assert _completed(f"extract {CHECKPOINT} norm.") == ["norm.weight", "norm.bias"]
+    assert _completed(f"inspect {tmp_path / 'gone'} --param he") == []
+    for shell in ("bash", "zsh", "fish"):
+        assert "_CKPTTOOL_COMPLETE" in ckpttool("completion", shell).stdout
