@@ -76,7 +76,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     start = max((len(label) for label, _ in cells), default=0) + 2
     width = terminal_width() if not is_wide() else 0
     for label, value in cells:
-        # A path stays whole, to be copied: the terminal breaks it.
+        # A path is not broken, so that it can be copied: the terminal wraps it.
         wrapped = textwrap.wrap(value, max(width - start, 20), break_on_hyphens=False, break_long_words=False)
         lines = wrapped if width else [value]
         shown = click.style(label, bold=True) if is_colored() else label
