@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import posixpath
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,9 +40,11 @@ from ckpttool.formats.scan import (
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
+    BESIDE,
     HALF_REMOVED,
     MANIFEST,
     MARK,
+    find_text,
     is_gone,
     is_half_removed,
     is_url,
@@ -54,6 +56,7 @@ from ckpttool.storage import (
     whole_path,
     without_credentials,
 )
+from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ if TYPE_CHECKING:
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Entry, Storage
 
 
 MAX_NUMBERS = 10_000
@@ -79,6 +82,7 @@ NOT_FOLLOWED = "leaves the root: follow_links is not set"
 """End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
+_NUMBER = re.compile(r"\d+")
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -134,6 +138,8 @@ class CatalogEntry:
     """Changes when any file below the directory is written or removed."""
     rank: int = 0
     """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
+    sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
+    """The names of its files, with "#" for each number."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
@@ -357,7 +363,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     if link is not None and found.outside:
         problem = f"is a link that {NOT_FOLLOWED}"
         return _unread(found, problem, link=link, latest=latest, reported=reported)
-    errors: list[CkptError] = []
+    errors = _moved(found)
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
@@ -378,6 +384,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
             errors += _own_root(storage, path, holds_one=holds_one)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
+    torn = _incomplete(storage, path) if found.damaged else torn
     directory = commit_directory(storage, checkpoint.location)[0] if checkpoint else path
     manifest: Manifest | None = None
     if is_commit(storage, directory):
@@ -389,12 +396,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
-    nbytes, modified = 0, None
-    with contextlib.suppress(StorageError):
-        for _, entry in walk(storage, path):
-            nbytes += entry.nbytes
-            if entry.modified is not None:
-                modified = max(modified or 0.0, entry.modified)
+    nbytes, modified, sorts = _files(storage, path)
     one = CatalogEntry(
         name=name,
         path=path,
@@ -416,6 +418,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         torn=torn,
         being_saved=being_saved,
         state=state,
+        sorts=sorts,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
@@ -426,6 +429,24 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _moved(found: Found) -> list[CkptError]:
+    """Return an error for a checkpoint that a save has moved, because a restore has skipped it."""
+    if not found.damaged:
+        return []
+    problem = (find_text(found.storage, posixpath.join(found.path, DAMAGED)) or "").strip()
+    return [LayoutError(found.path, f"moved by a save, because it could not be restored: {problem}", "")]
+
+
+def _files(storage: Storage, path: str) -> tuple[int, float | None, frozenset[str]]:
+    """Return the bytes of all files below a directory, the time of the newest, and ``CatalogEntry.sorts``."""
+    files: list[tuple[str, Entry]] = []
+    with contextlib.suppress(StorageError):
+        files.extend(walk(storage, path))
+    times = [entry.modified for _, entry in files if entry.modified is not None]
+    sorts = frozenset(_NUMBER.sub("#", name) for name, _ in files) - BESIDE
+    return sum(entry.nbytes for _, entry in files), max(times, default=None), sorts
 
 
 def _step_of(checkpoint: Checkpoint | None, manifest: Manifest | None) -> int | None:

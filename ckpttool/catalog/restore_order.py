@@ -113,7 +113,8 @@ def last_after(found: Sequence[Saved], named: str) -> str:
 def candidates(storage: Storage, root: str) -> list[Found]:
     """Return the checkpoints from which a run can resume, best first.
 
-    The order is the same as in ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
+    The order is the same as in ``newest_first``. Unfinished saves, damaged checkpoints that
+    a save has moved, and links not followed by the storage, are omitted.
 
     Raises:
         StorageError: The root cannot be read.
@@ -159,7 +160,7 @@ def _candidates(storage: Storage, root: str) -> list[Found]:
             continue
         committed, inside = one.committed, one.entries
         marked = any(entry.name == MARK for entry in inside)
-        if committed or (not marked and one.is_tag):
+        if not one.damaged and (committed or (not marked and one.is_tag)):
             saved.append(Saved.of(tag, one.step, one.manifest, marked=marked))
     return [found[one.name] for one in newest_first(saved, named)]
 

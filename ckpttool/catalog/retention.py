@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 REPORTED = "Ray Train's snapshot lists it"
 """Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
+NAMED = "latest names it"
+"""Reason to keep the checkpoint to resume from; a torn one is removed if ``latest`` can name a whole one."""
 GRACE = 3600.0
 """Default of ``grace``: age in seconds at which leftovers of a killed save are deleted."""
 RULES = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every", "torn")
@@ -138,10 +140,9 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
         for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
             which = "the best" if number == 1 else f"number {number} of the best"
             reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
-    newest = whole[-1] if whole else None
     ordered = sorted(entries, key=lambda e: e.order)
     decisions = [
-        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, newest, now) for e in ordered
+        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, whole, now) for e in ordered
     ]
     if all(decision.keep and decision.thin is None for decision in decisions):
         return decisions
@@ -161,7 +162,7 @@ def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) 
 def _standing(entry: CatalogEntry) -> list[str]:
     """Return the reasons that keep a checkpoint whatever the rules are."""
     return [
-        *(["latest names it"] if entry.latest else []),
+        *([NAMED] if entry.latest else []),
         *([REPORTED] if entry.reported else []),
         *(["the trainer's best"] if entry.best else []),
         *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
@@ -195,17 +196,18 @@ def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
     return Decision(entry, keep=False, reason="no rule keeps it", freed=entry.nbytes)
 
 
-def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
+def _of_other(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], now: float) -> Decision:
     """Decide about a checkpoint that is torn, thin, a link, or of another format."""
     if entry.link and not entry.reported:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
-    if why := _standing(entry):
+    why = _standing(entry)
+    if why and not (rules.torn and entry.torn is not None and whole and why == [NAMED]):
         torn = "" if entry.whole else f"{_not_whole(entry)}; "
         return Decision(entry, keep=True, reason=torn + "; ".join(why))
     if entry.problem == HALF_REMOVED:
         return Decision(entry, keep=False, reason=HALF_REMOVED, freed=entry.nbytes)
     if not entry.whole:
-        return _of_torn(entry, rules, newest, now)
+        return _of_torn(entry, rules, whole, now)
     if entry.thin is None:
         return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
     why = _dated(entry, rules, now)
@@ -218,7 +220,7 @@ def _not_whole(entry: CatalogEntry) -> str:
     return f"{'not read' if entry.is_unread else 'torn, or being saved'}: {entry.problem}"
 
 
-def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
+def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], now: float) -> Decision:
     """Decide about a checkpoint that is not whole; remove it only if no save seems to write it."""
     if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
@@ -232,8 +234,10 @@ def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now
         return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
     if entry.being_saved or quiet < rules.grace_seconds:
         return Decision(entry, keep=True, reason=stays)
-    # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's.
-    if entry.torn != UNCOMMITTED and (newest is None or newest.order <= entry.order):
+    # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
+    # and so does any that has files of all its sorts.
+    known = any(one.order > entry.order or one.sorts >= entry.sorts != frozenset() for one in whole)
+    if entry.torn != UNCOMMITTED and not known:
         return Decision(entry, keep=True, reason=f"torn, but no newer checkpoint is whole: {entry.problem}")
     return Decision(entry, keep=False, reason=f"torn: {entry.problem}", freed=entry.nbytes)
 

@@ -18,6 +18,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_link, is_linked
+from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ class Found:
         """Whether the directory has an in-progress marker."""
         return self.storage.exists(posixpath.join(self.path, MARK))
 
+    @property
+    def damaged(self) -> bool:
+        """Whether a save has moved it here, because a restore has skipped it."""
+        return any(entry.name == DAMAGED for entry in self.entries)
+
     @cached_property
     def committed(self) -> bool:
         """Whether the directory is a commit."""
@@ -161,8 +167,8 @@ def _has_only_directories(one: Found) -> bool:
 
 
 def commits(found: Iterable[Found]) -> list[Found]:
-    """Return the commits among the directories of a scan, without hidden ones."""
-    return [one for one in found if not one.hidden and not one.outside and one.committed]
+    """Return the commits among the directories of a scan, without hidden and damaged ones."""
+    return [one for one in found if not one.hidden and not one.outside and one.committed and not one.damaged]
 
 
 def trainer_folders(found: Iterable[Found], separators: str = "-_") -> list[Found]:
