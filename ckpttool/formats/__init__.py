@@ -10,6 +10,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
@@ -29,6 +30,7 @@ from ckpttool.formats.locate import (
     refuse_rivals,
     refuse_unfinished,
 )
+from ckpttool.formats.series import cut_off, has_optimizer
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.zero.files import RUN_STATE
@@ -118,7 +120,7 @@ def is_whole(storage: Storage, path: str) -> bool:
 def can_resume(storage: Storage, path: str) -> bool:
     """Return whether a checkpoint can be opened and has its optimizer, without reading tensor bytes."""
     try:
-        return all(one.groups and not one.thin for one in open_every(storage, path))
+        return all(has_optimizer(one) and not one.thin for one in open_every(storage, path))
     except CkptError:
         return False
 
@@ -308,7 +310,13 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
     checkpoint = replace(checkpoint, remarks=(*_of_strays(location), *checkpoint.remarks))
-    return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
+    if checked is not None:
+        return _as_saved(checkpoint, checked, report)
+    if checkpoint.format == "zero" and not has_optimizer(checkpoint) and not location.module_only:
+        finding = cut_off(storage, checkpoint, partial(open_checkpoint, storage=storage))
+        if finding is not None:
+            report(finding)
+    return checkpoint
 
 
 def _of_strays(location: Location) -> list[str]:
