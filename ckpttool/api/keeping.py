@@ -280,8 +280,9 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
         return [*decisions]
     storage.refresh([])
     whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.stage is not None]
+    models = {entry.series for entry in whole}
     newest = max(whole, key=lambda entry: entry.rank)
-    if latest_tag(storage, root) != named.entry.name or not Place(storage, newest.path).rank_files:
+    if len(models) > 1 or latest_tag(storage, root) != named.entry.name or not Place(storage, newest.path).rank_files:
         return [replace(d, keep=True, freed=0, reason=NAMED) if d is named else d for d in decisions]
     if not dry_run:
         storage.put(posixpath.join(root, LATEST), newest.name.encode())

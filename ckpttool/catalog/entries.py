@@ -34,9 +34,11 @@ from ckpttool.formats.scan import (
     has_files_of_tag,
     last_number,
     natural_order,
+    pattern_of,
     scan,
     step_of_folder,
 )
+from ckpttool.formats.series import series, series_of
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
@@ -82,7 +84,6 @@ NOT_FOLLOWED = "leaves the root: follow_links is not set"
 """End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
-_NUMBER = re.compile(r"\d+")
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -138,6 +139,8 @@ class CatalogEntry:
     """Changes when any file below the directory is written or removed."""
     rank: int = 0
     """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
+    series: str = ""
+    """Differs between checkpoints of different models, and of the models of one save; "" if it is unknown."""
     sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
     """The names of its files, with "#" for each number."""
     best: bool = False
@@ -227,8 +230,14 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         runs = ", ".join(here.runs or here.below())
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
+    found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(found), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
+
+
+def _of_save(model: _Listed) -> _Listed:
+    """Return the entry of one of several models of a save: no other replaces it."""
+    return model._replace(entry=replace(model.entry, series=model.entry.name))
 
 
 def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[CatalogEntry]:
@@ -273,6 +282,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                     thin=manifest.thin or None,
                     pin=find_pin(storage, one.path),
                     state=state,
+                    series=series_of(manifest),
                 ),
                 Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
@@ -418,6 +428,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         torn=torn,
         being_saved=being_saved,
         state=state,
+        series=series(checkpoint) if checkpoint else "",
         sorts=sorts,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
@@ -445,7 +456,7 @@ def _files(storage: Storage, path: str) -> tuple[int, float | None, frozenset[st
     with contextlib.suppress(StorageError):
         files.extend(walk(storage, path))
     times = [entry.modified for _, entry in files if entry.modified is not None]
-    sorts = frozenset(_NUMBER.sub("#", name) for name, _ in files) - BESIDE
+    sorts = frozenset(pattern_of(name) for name, _ in files) - BESIDE
     return sum(entry.nbytes for _, entry in files), max(times, default=None), sorts
 
 
@@ -538,7 +549,7 @@ def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError
         return []
     tags = [one for one in scan(storage, path, depth=1) if one.is_tag]
     trainers = holds_one or any(e.name == TRAINER_STATE for e in entries)
-    if not tags or (trainers and len(tags) == 1):
+    if not tags or (trainers and len(tags) in {1, len(Place(storage, path).of_one_save)}):
         return []
     what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"
     return [LayoutError(path, f"{OWN_ROOT}, with {what}", "")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 from ckpttool.formats.layouts import Place
+from ckpttool.formats.locate import refuse_several
 from ckpttool.formats.scan import Found, named_tag, natural_order, scan
 from ckpttool.messages import brief
 from ckpttool.storage import MARK
@@ -206,6 +207,7 @@ def newest(storage: Storage, root: str) -> list[Found]:
     Raises:
         CkptError: The root cannot be read.
     """
+    refuse_several(Place(storage, root))
     found = candidates(storage, root)
     problem = contradiction(storage, root, found)
     if problem and (not found or latest_tag(storage, root) not in {one.tag for one in found}):

@@ -109,11 +109,11 @@ class Rules:
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None) -> list[Decision]:
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
-    The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
-    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, the best of a trainer's
-    run, pinned ones, links, and targets of any link below the root. They keep incomplete checkpoints, because a save
-    may still write them, unless ``rules.torn`` is set. They keep thin checkpoints, unless ``rules.thin_every`` selects
-    some.
+    The rules hold for each model in the root. They count, thin and remove only whole native ZeRO checkpoints, and
+    remove half removed ones. They always keep the newest whole checkpoint of each model, the one that ``latest`` names,
+    those in Ray Train's snapshot, the best of a trainer's run, pinned ones, links, and targets of any link below the
+    root. They keep incomplete checkpoints, because a save may still write them, unless ``rules.torn`` is set. They keep
+    thin checkpoints, unless ``rules.thin_every`` selects some.
 
     Args:
         entries: The checkpoints.
@@ -128,18 +128,19 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
     whole = [e for e in entries if e.whole and e.stage is not None and not e.link]
     whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
-    for number, entry in enumerate(reversed(whole)):
-        why = reasons[entry.name]
-        if number == 0:
-            why.append("the newest whole one")
-        elif rules.last is not None and number < rules.last:
-            why.append(f"one of the last {rules.last}")
-        why += _standing(entry)
-        why += _dated(entry, rules, now)
+    several = by_series(whole)
+    for own in several:
+        for number, entry in enumerate(reversed(own)):
+            why = reasons[entry.name]
+            if number == 0:
+                why.append("the newest whole one" + (" of its model" if len(several) > 1 else ""))
+            elif rules.last is not None and number < rules.last:
+                why.append(f"one of the last {rules.last}")
+            why += _standing(entry)
+            why += _dated(entry, rules, now)
     if rules.best is not None and whole:
-        for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
-            which = "the best" if number == 1 else f"number {number} of the best"
-            reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
+        for best, reason in _best(several, rules.best, root):
+            reasons[best.name].append(reason)
     ordered = sorted(entries, key=lambda e: e.order)
     decisions = [
         _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, whole, now) for e in ordered
@@ -148,6 +149,14 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
         return decisions
     links = links_below(root)
     return [_for_links(decision, links, root) for decision in decisions]
+
+
+def by_series(entries: Sequence[CatalogEntry]) -> list[list[CatalogEntry]]:
+    """Return the checkpoints of each model, in the same order: the rules hold for each."""
+    found: dict[str, list[CatalogEntry]] = {}
+    for entry in entries:
+        found.setdefault(entry.series, []).append(entry)
+    return list(found.values())
 
 
 def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) -> Decision:
@@ -236,22 +245,35 @@ def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], n
         return Decision(entry, keep=True, reason=stays)
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
     # and so does any that has files of all its sorts.
-    known = any(one.order > entry.order or one.sorts >= entry.sorts != frozenset() for one in whole)
+    own = [one for one in whole if entry.series in {"", one.series}]
+    newer = all(any(one.order > entry.order for one in each) for each in by_series(own))
+    known = bool(own) and (newer or any(one.sorts >= entry.sorts != frozenset() for one in own))
     if entry.torn != UNCOMMITTED and not known:
         return Decision(entry, keep=True, reason=f"torn, but no newer checkpoint is whole: {entry.problem}")
     return Decision(entry, keep=False, reason=f"torn: {entry.problem}", freed=entry.nbytes)
 
 
-def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[CatalogEntry, float]]:
+def _best(several: Sequence[Sequence[CatalogEntry]], rule: str, root: str) -> list[tuple[CatalogEntry, str]]:
+    """Return the best checkpoints of each model, with the reason.
+
+    Raises:
+        PlanError: None has the metric.
+    """
     metric, direction, count = parse_best(rule)
     sign = -1 if direction == "max" else 1
-    values = [(e, e.metrics[metric]) for e in whole if math.isfinite(e.metrics.get(metric, math.nan))]
-    if not values:
+    found = []
+    for own in several:
+        # Among equal values the newest comes first: it was trained longest.
+        values = [(e, e.metrics[metric]) for e in reversed(own) if math.isfinite(e.metrics.get(metric, math.nan))]
+        for number, (entry, value) in enumerate(sorted(values, key=lambda pair: sign * pair[1])[:count], 1):
+            which = "the best" if number == 1 else f"number {number} of the best"
+            found.append((entry, f"{which}: {metric} is {value:g}"))
+    if not found:
+        whole = [entry for own in several for entry in own]
         known = sorted({name for e in whole for name in e.metrics})[:20]
         hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
         raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
-    values.reverse()  # among equal values the newest comes first: it was trained longest
-    return sorted(values, key=lambda pair: sign * pair[1])[:count]
+    return found
 
 
 def format_best(rule: tuple[str, str, int]) -> str:

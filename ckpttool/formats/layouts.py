@@ -2,7 +2,8 @@
 
 Source: DeepSpeed 0.19, runtime/engine.py (``load_checkpoint``: ``latest`` alone names the tag) and
 utils/zero_to_fp32.py; transformers 5.23, trainer_utils.py (``get_last_checkpoint``); verl 0.9,
-utils/checkpoint/checkpoint_manager.py (``find_latest_ckpt_path``); torchtitan 0.3, components/checkpoint.py.
+utils/checkpoint/checkpoint_manager.py (``find_latest_ckpt_path``); torchtitan 0.3, components/checkpoint.py;
+accelerate 1.15, accelerator.py (``save_state``: ``pytorch_model``, ``pytorch_model_1``, ... and one ``latest``).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from ckpttool.formats.scan import (
     OF_RAY,
     OWN_OF_RAY,
     has_files_of_tag,
+    last_number,
     named_tag,
     natural_order,
+    pattern_of,
     scan,
     step_of_folder,
     trainer_folders,
@@ -44,6 +47,8 @@ _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
 )
 """Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
+_MODEL_OF_SAVE = re.compile(r"pytorch_model(_\d+)?")
+"""Names of the tags that Accelerate gives to the models of one save."""
 _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
 """Directories that DeepSpeed and its converter create in the directory of a tag."""
 
@@ -192,6 +197,26 @@ class Place:
     def tags(self) -> list[str]:
         """The directories that are tags. It lists each directory."""
         return sorted((one.tag for one in self.found if one.is_tag), key=natural_order)
+
+    @cached_property
+    def of_one_save(self) -> list[str]:
+        """The tags that are the models of one save, which belong together; empty unless there are several."""
+        names = [entry.name for entry in self.entries if entry.is_dir and _MODEL_OF_SAVE.fullmatch(entry.name)]
+        found = [name for name in names if self.has_tag(name)] if len(names) > 1 else []
+        return sorted(found, key=natural_order) if len(found) > 1 else []
+
+    def compared(self, tag: str) -> list[str]:
+        """The tags that may be of another model than a tag, by their names, the newest of each pattern.
+
+        Tags of another pattern (``disc_step2`` beside ``gen_step2``), and those that end with the same number.
+        """
+        newest: dict[object, str] = {}
+        for name in sorted((one.name for one in self.entries if one.is_dir), key=natural_order):
+            if (pattern := pattern_of(name)) != pattern_of(tag):
+                newest[pattern] = name
+            elif name != tag and last_number(name) == last_number(tag):
+                newest[name] = name
+        return [name for name in newest.values() if not name.startswith(".") and self.has_tag(name)]
 
     def has_tag(self, tag: str) -> bool:
         """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""

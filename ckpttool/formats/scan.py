@@ -39,6 +39,7 @@ OF_RAY = re.compile(r"checkpoint_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d\.\d+")
 """Names that Ray Train gives to checkpoints."""
 RELINK = "write the name of a tag into it, or pass tag to choose a checkpoint"
 """Hint for a link ``latest`` that leads nowhere."""
+_NUMBER = re.compile(r"\d+")
 _FOLDER = re.compile(r"checkpoint([-_])(\d+)")
 
 
@@ -238,6 +239,11 @@ def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
             digits = ""
         parts.append((1, c))
     return tuple(parts)
+
+
+def pattern_of(name: str) -> str:
+    """Return a name with "#" for each number."""
+    return _NUMBER.sub("#", name)
 
 
 def last_number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Compare the checkpoints of a root: those of one model are a series, and show what each of them should contain."""
+"""Compare the checkpoints of a root: the checkpoints of one model are a series, and contain the same sorts of files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ckpttool.formats.zero.files import parse_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ckpttool.commit.manifest import Manifest
+    from ckpttool.formats.layouts import Place
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -25,6 +27,36 @@ def series(checkpoint: Checkpoint) -> str:
     """Return a text that differs for another model: of the names and shapes of its parameters and buffers."""
     shapes = {p.name: p.shape for p in checkpoint.parameters} | {b.name: b.state.shape for b in checkpoint.buffers}
     return f"{crc32(repr(sorted(shapes.items())).encode()):08x}"
+
+
+def series_of(manifest: Manifest) -> str:
+    """Return such a text for a commit, by the digests of its weights; "" without them."""
+    tensors = (manifest.digests or {}).get("tensors")
+    weights = tensors.get("weights") if isinstance(tensors, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        return ""
+    shapes = sorted((str(name), str(text).split(" ")[1:2]) for name, text in weights.items())
+    return f"{crc32(repr(shapes).encode()):08x}"
+
+
+def other_models(here: Place, checkpoint: Checkpoint, open_: Callable[[str], Checkpoint]) -> list[str]:
+    """Return the tags of a root that are checkpoints of other models than the one that ``latest`` names.
+
+    Only few tags are opened: the newest of each other pattern of names.
+
+    Args:
+        here: The root.
+        checkpoint: The checkpoint that was opened.
+        open_: As for ``cut_off``.
+    """
+    found = []
+    for name in here.compared(checkpoint.tag)[:MAX_COMPARED]:
+        try:
+            if series(open_(posixpath.join(here.path, name))) != series(checkpoint):
+                found.append(name)
+        except CkptError:
+            continue
+    return found
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:
