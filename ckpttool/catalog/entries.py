@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-import re
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +22,7 @@ from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinishe
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.layouts import MAX_TAG, Place, is_of_trainer
+from ckpttool.formats.layouts import MAX_TAG, WEIGHTS, Place, is_of_trainer
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
 from ckpttool.formats.scan import (
     METRICS_OF_RAY,
@@ -82,8 +81,6 @@ OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
 NOT_FOLLOWED = "leaves the root: follow_links is not set"
 """End of the problem of a checkpoint that is not read, because a link leads out of the root."""
-_WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
-"""Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -504,7 +501,7 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 def _holds_weights(storage: Storage, path: str) -> bool:
     """Return whether files of weights are in a directory or below it, as PEFT writes named adapters."""
-    return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
+    return any(WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
 def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:

@@ -47,6 +47,10 @@ _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
 )
 """Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
+WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
+"""Names of files of weights."""
+_STEP = re.compile(r"(global_step|checkpoint|epoch|step|iter)[-_=]?\d+(\.ckpt)?|.*-step=\d+\.ckpt")
+"""Names that frameworks give to the directory of a step."""
 _MODEL_OF_SAVE = re.compile(r"pytorch_model(_\d+)?")
 """Names of the tags that Accelerate gives to the models of one save."""
 _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
@@ -319,6 +323,16 @@ class Place:
             elif depth > 1:
                 found += inner.below(depth - 1)
         return sorted(found, key=natural_order)
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file is a part of a checkpoint of ranks, by its name: not weights, and not ``latest``."""
+    return is_of_tag(name) or (_PART.fullmatch(name) is not None and name not in {LATEST, LATEST_UNIVERSAL})
+
+
+def is_below_step(path: str) -> bool:
+    """Return whether a relative path leads through a directory with a name of a step."""
+    return any(_STEP.fullmatch(part) for part in path.split("/"))
 
 
 def layout_of(name: str) -> RunLayout | None:

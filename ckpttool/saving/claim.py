@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished, state_of
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_unfinished, state_of
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import can_resume, is_whole
 from ckpttool.formats.nested import why_kept
@@ -27,9 +27,9 @@ from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_remo
 from ckpttool.storage.base import DAMAGED, SET_ASIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from ckpttool.storage import WritableStorage
+    from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
 SEEN_WITHIN = 60.0
@@ -107,6 +107,7 @@ class Claim:
             raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
+        check_not_pinned(storage, directory)
         self._check_alone()
         return "replaced"
 
@@ -285,10 +286,7 @@ class Claim:
             raise
         if not moved:
             others = (one.path for one in commits(scan(storage, self.root)) if one.path != directory)
-            if not any(can_resume(storage, path) for path in others):
-                only = "is the only whole checkpoint with an optimizer"
-                problem = f"{only}, and this storage cannot keep it until the new one is committed"
-                raise StorageError(directory, problem, "choose another tag")
+            check_not_only(storage, directory, others)
             storage.remove_tree(directory)
 
     def _is_damaged(self) -> bool:
@@ -325,6 +323,28 @@ class Claim:
     def _remove_replaced(self) -> None:
         if self._has_replaced():
             self._storage.remove_tree(self._replaced)
+
+
+def check_not_pinned(storage: Storage, directory: str) -> None:
+    """Check that a checkpoint to replace is not pinned.
+
+    Raises:
+        StorageError: It is.
+    """
+    if (pin := find_pin(storage, directory)) is not None:
+        raise StorageError(directory, f"is pinned by {pin.who or '?'}: {pin.why}", "unpin it, or choose another name")
+
+
+def check_not_only(storage: Storage, directory: str, others: Iterable[str], hint: str = "choose another tag") -> None:
+    """Check before a checkpoint in a bucket is replaced that a run could resume from another one meanwhile.
+
+    Raises:
+        StorageError: It could not.
+    """
+    if not any(can_resume(storage, path) for path in others):
+        only = "is the only whole checkpoint with an optimizer"
+        problem = f"{only}, and this storage cannot keep it until the new one is committed"
+        raise StorageError(directory, problem, hint)
 
 
 def _try_each(steps: Sequence[Callable[[], None]]) -> None:
