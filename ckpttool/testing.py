@@ -228,6 +228,13 @@ class StorageTests:
         moved = storage.rename(f"{made}/before", f"{made}/after")
         assert _names(storage, made) == {"after/file" if moved else "before/file"}
 
+    def test_move_tree_moves_all(self, storage: WritableStorage, made: str) -> None:
+        storage.make_directory(f"{made}/before/below")
+        storage.put(f"{made}/before/file", b"x")
+        storage.put(f"{made}/before/below/file", b"y")
+        storage.move_tree(f"{made}/before", f"{made}/after")
+        assert _names(storage, made) == {"after/file", "after/below/file"}
+
     def test_abandon_leaves_committed_files(self, storage: WritableStorage, made: str) -> None:
         storage.put(f"{made}/file", b"x")
         storage.abandon(made)

@@ -123,7 +123,7 @@ def _cp(src: Source, out: str, options: Options) -> CpReport:
     remove_left_over_files(root.storage, root.out, ())
     for name, data in sidecars.sidecars.items():
         root.put(name, data, sidecars.modes.get(name, 0o666))
-    notes = [*map(str, checkpoint.notes), *sidecars.notes]
+    notes = [*map(str, checkpoint.notes), *checkpoint.remarks, *sidecars.notes]
     newest = tagged and _put_latest(checkpoint, root, options)
     if tagged and not newest:
         notes.append(f"{copy_plan.latest_name(checkpoint)} names a newer one there: left as it is")

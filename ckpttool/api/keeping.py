@@ -245,6 +245,7 @@ def prune(  # noqa: PLR0913  public API
     if rules.weights is not None:
         thin_options = _thin_options(rules, options, key)
         decisions, thinnings = _planned(decisions, thin_options, storage_options, dry_run=dry_run)
+    decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:
         return decisions
     errors = []
@@ -261,6 +262,30 @@ def _for_nested(storage: Storage, decision: Decision) -> Decision:
 
     why = None if decision.keep else why_kept(storage, decision.entry.path)
     return decision if why is None else replace(decision, keep=True, freed=0, reason=why)
+
+
+def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decision], *, dry_run: bool) -> list[Decision]:
+    """Write the newest whole checkpoint into ``latest`` if that names a torn one to be removed.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+    from ckpttool.catalog.retention import NAMED
+    from ckpttool.formats.layouts import Place
+    from ckpttool.storage import LATEST
+
+    named = next((d for d in decisions if d.entry.latest and not d.keep), None)
+    if named is None:
+        return [*decisions]
+    storage.refresh([])
+    whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.stage is not None]
+    models = {entry.series for entry in whole}
+    newest = max(whole, key=lambda entry: entry.rank)
+    if len(models) > 1 or Place(storage, root).newest != named.entry.name or not Place(storage, newest.path).rank_files:
+        return [replace(d, keep=True, freed=0, reason=NAMED) if d is named else d for d in decisions]
+    if not dry_run:
+        storage.put(posixpath.join(root, LATEST), newest.name.encode())
+    return [replace(d, reason=f"{d.reason}; latest names {newest.name} now") if d is named else d for d in decisions]
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:

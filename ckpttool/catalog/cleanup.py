@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed, trainer_commits
-from ckpttool.catalog.retention import decide, parse_best
+from ckpttool.catalog.retention import by_series, decide, parse_best
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
@@ -194,11 +194,11 @@ def _decisions(storage: WritableStorage, root: str, found: Iterable[Found], rule
                 return []
             rules = replace(rules, best=None)  # without metrics no checkpoint is better than another
     doomed = [d for d in decide(entries, rules, root=root) if not d.keep or d.thin is not None]
-    newest = max((e for e in entries if e.whole), key=lambda e: e.rank, default=None)
-    if not doomed or newest is None:
+    newest = [max(own, key=lambda e: e.rank) for own in by_series([e for e in entries if e.whole])]
+    if not doomed or not newest:
         return []
     try:
-        for path in dict.fromkeys([newest.path, *(e.path for e in entries if e.latest)]):
+        for path in dict.fromkeys(e.path for e in (*newest, *entries) if e.latest or e in newest):
             open_every(storage, path)
     except CkptError as error:
         LOG.warning("no checkpoint was removed, because the newest one cannot be read: %s", error)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +27,7 @@ from ckpttool.formats.layouts import (
     METRICS_OF_RAY,
     OWN_OF_RAY,
     TRAINER,
+    WEIGHTS,
     Place,
     is_named,
     is_of_trainer,
@@ -40,14 +40,18 @@ from ckpttool.formats.scan import (
     has_files_of_tag,
     last_number,
     natural_order,
+    pattern_of,
     scan,
 )
+from ckpttool.formats.series import series, series_of
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
+    BESIDE,
     HALF_REMOVED,
     MANIFEST,
     MARK,
+    find_text,
     is_gone,
     is_half_removed,
     is_url,
@@ -59,6 +63,7 @@ from ckpttool.storage import (
     whole_path,
     without_credentials,
 )
+from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ if TYPE_CHECKING:
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
-    from ckpttool.storage import Storage
+    from ckpttool.storage import Entry, Storage
 
 
 MAX_NUMBERS = 10_000
@@ -82,8 +87,6 @@ OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
 NOT_FOLLOWED = "leaves the root: follow_links is not set"
 """End of the problem of a checkpoint that is not read, because a link leads out of the root."""
-_WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
-"""Names of files of weights."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -139,6 +142,10 @@ class CatalogEntry:
     """Changes when any file below the directory is written or removed."""
     rank: int = 0
     """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
+    series: str = ""
+    """Differs between checkpoints of different models, and of the models of one save; "" if it is unknown."""
+    sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
+    """The names of its files, with "#" for each number."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
@@ -233,8 +240,14 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         runs = ", ".join(here.runs or here.below())
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
+    found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(found), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
+
+
+def _of_save(model: _Listed) -> _Listed:
+    """Return the entry of one of several models of a save: no other replaces it."""
+    return model._replace(entry=replace(model.entry, series=model.entry.name))
 
 
 def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[CatalogEntry]:
@@ -279,6 +292,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                     thin=manifest.thin or None,
                     pin=find_pin(storage, one.path),
                     state=state,
+                    series=series_of(manifest),
                 ),
                 Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
@@ -369,7 +383,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     if link is not None and found.outside:
         problem = f"is a link that {NOT_FOLLOWED}"
         return _unread(found, problem, link=link, latest=latest, reported=reported)
-    errors: list[CkptError] = []
+    errors = _moved(found)
     checkpoint: Checkpoint | None = None
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
@@ -390,6 +404,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
             errors += _own_root(storage, path, holds_one=holds_one)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
+    torn = _incomplete(storage, path) if found.damaged else torn
     directory = commit_directory(storage, checkpoint.location)[0] if checkpoint else path
     manifest: Manifest | None = None
     if is_commit(storage, directory):
@@ -401,12 +416,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
-    nbytes, modified = 0, None
-    with contextlib.suppress(StorageError):
-        for _, entry in walk(storage, path):
-            nbytes += entry.nbytes
-            if entry.modified is not None:
-                modified = max(modified or 0.0, entry.modified)
+    nbytes, modified, sorts = _files(storage, path)
     one = CatalogEntry(
         name=name,
         path=path,
@@ -428,6 +438,8 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         torn=torn,
         being_saved=being_saved,
         state=state,
+        series=series(checkpoint) if checkpoint else "",
+        sorts=sorts,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
@@ -438,6 +450,24 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _moved(found: Found) -> list[CkptError]:
+    """Return an error for a checkpoint that a save has moved, because a restore has skipped it."""
+    if not found.damaged:
+        return []
+    problem = (find_text(found.storage, posixpath.join(found.path, DAMAGED)) or "").strip()
+    return [LayoutError(found.path, f"moved by a save, because it could not be restored: {problem}", "")]
+
+
+def _files(storage: Storage, path: str) -> tuple[int, float | None, frozenset[str]]:
+    """Return the bytes of all files below a directory, the time of the newest, and ``CatalogEntry.sorts``."""
+    files: list[tuple[str, Entry]] = []
+    with contextlib.suppress(StorageError):
+        files.extend(walk(storage, path))
+    times = [entry.modified for _, entry in files if entry.modified is not None]
+    sorts = frozenset(pattern_of(name) for name, _ in files) - BESIDE
+    return sum(entry.nbytes for _, entry in files), max(times, default=None), sorts
 
 
 def _step_of(checkpoint: Checkpoint | None, manifest: Manifest | None) -> int | None:
@@ -484,7 +514,7 @@ def _incomplete(storage: Storage, path: str) -> str:
 
 def _holds_weights(storage: Storage, path: str) -> bool:
     """Return whether files of weights are in a directory or below it, as PEFT writes named adapters."""
-    return any(_WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
+    return any(WEIGHTS.fullmatch(posixpath.basename(name)) for name, _ in walk(storage, path))
 
 
 def _lost(storage: Storage, directory: str, manifest: Manifest) -> bool:
@@ -529,7 +559,7 @@ def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError
         return []
     tags = [one for one in scan(storage, path, depth=1) if one.is_tag]
     trainers = holds_one or any(e.name == TRAINER_STATE for e in entries)
-    if not tags or (trainers and len(tags) == 1):
+    if not tags or (trainers and len(tags) in {1, len(Place(storage, path).of_one_save)}):
         return []
     what = "a checkpoint" if len(tags) == 1 else f"{len(tags)} checkpoints"
     return [LayoutError(path, f"{OWN_ROOT}, with {what}", "")]

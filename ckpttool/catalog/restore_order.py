@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.layouts import Place
+from ckpttool.formats.locate import refuse_several
 from ckpttool.formats.scan import Found, natural_order
 from ckpttool.messages import brief
 from ckpttool.storage.base import MISSING
@@ -112,7 +113,8 @@ def last_after(found: Sequence[Saved], named: str) -> str:
 def candidates(storage: Storage, root: str) -> list[Found]:
     """Return the checkpoints from which a run can resume, best first.
 
-    The order is the same as in ``newest_first``. Unfinished saves, and links not followed by the storage, are omitted.
+    The order is the same as in ``newest_first``. Unfinished saves, damaged checkpoints that
+    a save has moved, and links not followed by the storage, are omitted.
 
     Raises:
         StorageError: The root cannot be read.
@@ -178,6 +180,7 @@ def newest(storage: Storage, root: str) -> list[Found]:
     Raises:
         CkptError: The root cannot be read.
     """
+    refuse_several(Place(storage, root))
     found = candidates(storage, root)
     problem = contradiction(storage, root, found)
     if problem and (not found or Place(storage, root).newest not in {one.tag for one in found}):

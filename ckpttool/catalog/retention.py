@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 REPORTED = "Ray Train's snapshot lists it"
 """Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
+NAMED = "latest names it"
+"""Reason to keep the checkpoint to resume from; a torn one is removed if ``latest`` can name a whole one."""
 GRACE = 3600.0
 """Default of ``grace``: age in seconds at which leftovers of a killed save are deleted."""
 RULES = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every", "torn")
@@ -107,11 +109,11 @@ class Rules:
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None) -> list[Decision]:
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
-    The rules count, thin and remove only whole native ZeRO checkpoints, and remove half removed ones. They always keep
-    the newest whole checkpoint, the one that ``latest`` names, those in Ray Train's snapshot, the best of a trainer's
-    run, pinned ones, links, and targets of any link below the root. They keep incomplete checkpoints, because a save
-    may still write them, unless ``rules.torn`` is set. They keep thin checkpoints, unless ``rules.thin_every`` selects
-    some.
+    The rules hold for each model in the root. They count, thin and remove only whole native ZeRO checkpoints, and
+    remove half removed ones. They always keep the newest whole checkpoint of each model, the one that ``latest`` names,
+    those in Ray Train's snapshot, the best of a trainer's run, pinned ones, links, and targets of any link below the
+    root. They keep incomplete checkpoints, because a save may still write them, unless ``rules.torn`` is set. They keep
+    thin checkpoints, unless ``rules.thin_every`` selects some.
 
     Args:
         entries: The checkpoints.
@@ -126,27 +128,35 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
     whole = [e for e in entries if e.whole and e.stage is not None and not e.link]
     whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
-    for number, entry in enumerate(reversed(whole)):
-        why = reasons[entry.name]
-        if number == 0:
-            why.append("the newest whole one")
-        elif rules.last is not None and number < rules.last:
-            why.append(f"one of the last {rules.last}")
-        why += _standing(entry)
-        why += _dated(entry, rules, now)
+    several = by_series(whole)
+    for own in several:
+        for number, entry in enumerate(reversed(own)):
+            why = reasons[entry.name]
+            if number == 0:
+                why.append("the newest whole one" + (" of its model" if len(several) > 1 else ""))
+            elif rules.last is not None and number < rules.last:
+                why.append(f"one of the last {rules.last}")
+            why += _standing(entry)
+            why += _dated(entry, rules, now)
     if rules.best is not None and whole:
-        for number, (best, value) in enumerate(_best(whole, rules.best, root), 1):
-            which = "the best" if number == 1 else f"number {number} of the best"
-            reasons[best.name].append(f"{which}: {rules.best.partition(':')[0]} is {value:g}")
-    newest = whole[-1] if whole else None
+        for best, reason in _best(several, rules.best, root):
+            reasons[best.name].append(reason)
     ordered = sorted(entries, key=lambda e: e.order)
     decisions = [
-        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, newest, now) for e in ordered
+        _of_whole(e, reasons[e.name], rules) if e.name in reasons else _of_other(e, rules, whole, now) for e in ordered
     ]
     if all(decision.keep and decision.thin is None for decision in decisions):
         return decisions
     links = links_below(root)
     return [_for_links(decision, links, root) for decision in decisions]
+
+
+def by_series(entries: Sequence[CatalogEntry]) -> list[list[CatalogEntry]]:
+    """Return the checkpoints of each model, in the same order: the rules hold for each."""
+    found: dict[str, list[CatalogEntry]] = {}
+    for entry in entries:
+        found.setdefault(entry.series, []).append(entry)
+    return list(found.values())
 
 
 def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) -> Decision:
@@ -161,7 +171,7 @@ def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) 
 def _standing(entry: CatalogEntry) -> list[str]:
     """Return the reasons that keep a checkpoint whatever the rules are."""
     return [
-        *(["latest names it"] if entry.latest else []),
+        *([NAMED] if entry.latest else []),
         *([REPORTED] if entry.reported else []),
         *(["the trainer's best"] if entry.best else []),
         *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
@@ -195,17 +205,18 @@ def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
     return Decision(entry, keep=False, reason="no rule keeps it", freed=entry.nbytes)
 
 
-def _of_other(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
+def _of_other(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], now: float) -> Decision:
     """Decide about a checkpoint that is torn, thin, a link, or of another format."""
     if entry.link and not entry.reported:
         return Decision(entry, keep=True, reason=f"a link to {entry.link}")
-    if why := _standing(entry):
+    why = _standing(entry)
+    if why and not (rules.torn and entry.torn is not None and whole and why == [NAMED]):
         torn = "" if entry.whole else f"{_not_whole(entry)}; "
         return Decision(entry, keep=True, reason=torn + "; ".join(why))
     if entry.problem == HALF_REMOVED:
         return Decision(entry, keep=False, reason=HALF_REMOVED, freed=entry.nbytes)
     if not entry.whole:
-        return _of_torn(entry, rules, newest, now)
+        return _of_torn(entry, rules, whole, now)
     if entry.thin is None:
         return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
     why = _dated(entry, rules, now)
@@ -218,7 +229,7 @@ def _not_whole(entry: CatalogEntry) -> str:
     return f"{'not read' if entry.is_unread else 'torn, or being saved'}: {entry.problem}"
 
 
-def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now: float) -> Decision:
+def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], now: float) -> Decision:
     """Decide about a checkpoint that is not whole; remove it only if no save seems to write it."""
     if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
@@ -232,22 +243,37 @@ def _of_torn(entry: CatalogEntry, rules: Rules, newest: CatalogEntry | None, now
         return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
     if entry.being_saved or quiet < rules.grace_seconds:
         return Decision(entry, keep=True, reason=stays)
-    # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's.
-    if entry.torn != UNCOMMITTED and (newest is None or newest.order <= entry.order):
+    # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
+    # and so does any that has files of all its sorts.
+    own = [one for one in whole if entry.series in {"", one.series}]
+    newer = all(any(one.order > entry.order for one in each) for each in by_series(own))
+    known = bool(own) and (newer or any(one.sorts >= entry.sorts != frozenset() for one in own))
+    if entry.torn != UNCOMMITTED and not known:
         return Decision(entry, keep=True, reason=f"torn, but no newer checkpoint is whole: {entry.problem}")
     return Decision(entry, keep=False, reason=f"torn: {entry.problem}", freed=entry.nbytes)
 
 
-def _best(whole: Sequence[CatalogEntry], rule: str, root: str) -> list[tuple[CatalogEntry, float]]:
+def _best(several: Sequence[Sequence[CatalogEntry]], rule: str, root: str) -> list[tuple[CatalogEntry, str]]:
+    """Return the best checkpoints of each model, with the reason.
+
+    Raises:
+        PlanError: None has the metric.
+    """
     metric, direction, count = parse_best(rule)
     sign = -1 if direction == "max" else 1
-    values = [(e, e.metrics[metric]) for e in whole if math.isfinite(e.metrics.get(metric, math.nan))]
-    if not values:
+    found = []
+    for own in several:
+        # Among equal values the newest comes first: it was trained longest.
+        values = [(e, e.metrics[metric]) for e in reversed(own) if math.isfinite(e.metrics.get(metric, math.nan))]
+        for number, (entry, value) in enumerate(sorted(values, key=lambda pair: sign * pair[1])[:count], 1):
+            which = "the best" if number == 1 else f"number {number} of the best"
+            found.append((entry, f"{which}: {metric} is {value:g}"))
+    if not found:
+        whole = [entry for own in several for entry in own]
         known = sorted({name for e in whole for name in e.metrics})[:20]
         hint = f"these have numbers: {', '.join(known)}" if known else "save it with metrics or client_state={...}"
         raise PlanError(root, f"no checkpoint has {metric} in its metrics or client state", hint)
-    values.reverse()  # among equal values the newest comes first: it was trained longest
-    return sorted(values, key=lambda pair: sign * pair[1])[:count]
+    return found
 
 
 def format_best(rule: tuple[str, str, int]) -> str:

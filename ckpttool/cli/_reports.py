@@ -13,6 +13,7 @@ from ckpttool.cli._output import print_facts, print_json, print_line, print_tabl
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.messages import name_some
 from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.units import format_age, format_ago, format_size
 
@@ -166,6 +167,8 @@ def print_checks(checks: ReadReport | None) -> None:
 
 def print_catalog(found: Catalog) -> None:
     """Print one row for each checkpoint, then defects of latest."""
+    from ckpttool.catalog.retention import by_series  # the other commands need no catalog
+
     now = time.time()
     newest = "" if any(entry.latest for entry in found.entries) else _newest(found)
     rows = [
@@ -189,6 +192,10 @@ def print_catalog(found: Catalog) -> None:
         prose=["state"],
         rare=["ranks", "age", "format"],
     )
+    models = by_series([entry for entry in found.entries if entry.series])
+    if len(models) > 1:
+        names = "; ".join(name_some([entry.name for entry in own], 3) for own in models)
+        print_line(f"note: checkpoints of {len(models)} models; the rules of prune hold for each: {names}")
     for problem in found.problems:
         print_line(f"note: {problem}", color="yellow")
 

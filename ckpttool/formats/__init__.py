@@ -10,6 +10,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
@@ -18,7 +19,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, RUN, Place
+from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, Place
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
@@ -29,6 +30,7 @@ from ckpttool.formats.locate import (
     refuse_rivals,
     refuse_unfinished,
 )
+from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.zero.files import RUN_STATE
@@ -118,7 +120,7 @@ def is_whole(storage: Storage, path: str) -> bool:
 def can_resume(storage: Storage, path: str) -> bool:
     """Return whether a checkpoint can be opened and has its optimizer, without reading tensor bytes."""
     try:
-        return all(one.groups and not one.thin for one in open_every(storage, path))
+        return all(has_optimizer(one) and not one.thin for one in open_every(storage, path))
     except CkptError:
         return False
 
@@ -310,8 +312,15 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
-    checkpoint = replace(checkpoint, remarks=(*_of_strays(location), *checkpoint.remarks))
-    return checkpoint if checked is None else _as_saved(checkpoint, checked, report)
+    remarks = [*_of_strays(location), *_of_other_models(here, tag, checkpoint)]
+    checkpoint = replace(checkpoint, remarks=(*remarks, *checkpoint.remarks))
+    if checked is not None:
+        return _as_saved(checkpoint, checked, report)
+    if checkpoint.format == "zero" and not has_optimizer(checkpoint) and not location.module_only:
+        finding = cut_off(storage, checkpoint, partial(open_checkpoint, storage=storage))
+        if finding is not None:
+            report(finding)
+    return checkpoint
 
 
 def _of_strays(location: Location) -> list[str]:
@@ -319,6 +328,15 @@ def _of_strays(location: Location) -> list[str]:
     if not location.strays:
         return []
     return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
+
+
+def _of_other_models(here: Place, tag: str | None, checkpoint: Checkpoint) -> list[str]:
+    """Return a remark on the checkpoints of other models in the root, if ``latest`` has chosen."""
+    if tag is not None or here.kind != ROOT:
+        return []
+    names = other_models(here, checkpoint, partial(open_checkpoint, storage=here.storage))
+    chosen = f"only {checkpoint.tag}, which latest names, is read"
+    return [f"{here.path} has checkpoints of other models, too: {name_some(names, 3)}: {chosen}"] if names else []
 
 
 def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted) -> Checkpoint | None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+OWN_WEIGHTS = '; the model\'s own weights are there: weights_from="module"'
+"""End of the hint where files of the optimizer are missing."""
 MAX_DIMENSIONS = 64
 """Maximum number of dimensions, as in torch."""
 MAX_ELEMENTS = 1 << 52

@@ -2,7 +2,8 @@
 
 Source: DeepSpeed 0.19, runtime/engine.py (``load_checkpoint``: ``latest`` alone names the tag) and
 utils/zero_to_fp32.py; transformers 5.23, trainer_utils.py (``get_last_checkpoint``); verl 0.9,
-utils/checkpoint/checkpoint_manager.py (``find_latest_ckpt_path``); torchtitan 0.3, components/checkpoint.py.
+utils/checkpoint/checkpoint_manager.py (``find_latest_ckpt_path``); torchtitan 0.3, components/checkpoint.py;
+accelerate 1.15, accelerator.py (``save_state``: ``pytorch_model``, ``pytorch_model_1``, ... and one ``latest``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from ckpttool.formats.scan import (
     MAX_PARTS,
     Found,
     has_files_of_tag,
+    last_number,
     named_tag,
     natural_order,
+    pattern_of,
     scan,
 )
 from ckpttool.formats.zero.files import is_of_tag
@@ -42,6 +45,12 @@ _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
 )
 """Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
+WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
+"""Names of files of weights."""
+_STEP = re.compile(r"(global_step|checkpoint|epoch|step|iter)[-_=]?\d+(\.ckpt)?|.*-step=\d+\.ckpt")
+"""Names that frameworks give to the directory of a step."""
+_MODEL_OF_SAVE = re.compile(r"pytorch_model(_\d+)?")
+"""Names of the tags that Accelerate gives to the models of one save."""
 _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
 """Directories that DeepSpeed and its converter create in the directory of a tag."""
 
@@ -223,6 +232,26 @@ class Place:
         """The directories that are tags. It lists each directory."""
         return sorted((one.tag for one in self.found if one.is_tag), key=natural_order)
 
+    @cached_property
+    def of_one_save(self) -> list[str]:
+        """The tags that are the models of one save, which belong together; empty unless there are several."""
+        names = [entry.name for entry in self.entries if entry.is_dir and _MODEL_OF_SAVE.fullmatch(entry.name)]
+        found = [name for name in names if self.has_tag(name)] if len(names) > 1 else []
+        return sorted(found, key=natural_order) if len(found) > 1 else []
+
+    def compared(self, tag: str) -> list[str]:
+        """The tags that may be of another model than a tag, by their names, the newest of each pattern.
+
+        Tags of another pattern (``disc_step2`` beside ``gen_step2``), and those that end with the same number.
+        """
+        newest: dict[object, str] = {}
+        for name in sorted((one.name for one in self.entries if one.is_dir), key=natural_order):
+            if (pattern := pattern_of(name)) != pattern_of(tag):
+                newest[pattern] = name
+            elif name != tag and last_number(name) == last_number(tag):
+                newest[name] = name
+        return [name for name in newest.values() if not name.startswith(".") and self.has_tag(name)]
+
     def has_tag(self, tag: str) -> bool:
         """Return whether there is a tag, or a directory that may not be listed: reading it raises the error."""
         directory = posixpath.join(self.path, tag)
@@ -250,7 +279,7 @@ class Place:
         if named in found and found[named].outside:
             self.storage.listing(found[named].path)  # raises the LinkError
         kept = (one for one in found.values() if not one.outside)
-        return [one for one in kept if one.committed or (not one.marked and one.is_tag)]
+        return [one for one in kept if not one.damaged and (one.committed or (not one.marked and one.is_tag))]
 
     @property
     def folders(self) -> list[Found]:
@@ -361,6 +390,16 @@ class Place:
 def is_named(name: str, *layouts: RunLayout) -> bool:
     """Return whether a directory has a name of one of some layouts."""
     return any(re.fullmatch(layout.pattern, name) for layout in layouts)
+
+
+def is_part(name: str) -> bool:
+    """Return whether a file is a part of a checkpoint of ranks, by its name: not weights, and not ``latest``."""
+    return is_of_tag(name) or (_PART.fullmatch(name) is not None and name not in {LATEST, LATEST_UNIVERSAL})
+
+
+def is_below_step(path: str) -> bool:
+    """Return whether a relative path leads through a directory with a name of a step."""
+    return any(_STEP.fullmatch(part) for part in path.split("/"))
 
 
 def layout_of(name: str) -> RunLayout | None:

@@ -127,6 +127,8 @@ def locate(here: Place, tag: str | None) -> Location:
         raise _several(src, [posixpath.join(src, name) for name in here.tags])
     if tag is None and here.pointer is None and not here.tags:
         return _of_trainer(here)
+    if tag is None:
+        refuse_several(here)
     tag = _tag_in(here) if tag is None else tag
     if not here.has_tag(tag):
         raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(here.tags, tag))
@@ -194,6 +196,16 @@ def _of_trainer(here: Place) -> Location:
     error = NoCheckpointError(here.path, "contains no checkpoint", _look_elsewhere(here, below))
     error.directories = here.engines
     raise error
+
+
+def refuse_several(here: Place) -> None:
+    """Refuse a directory with the models of one save, if ``latest`` names one of them, which is the last.
+
+    Raises:
+        SeveralModelsError: There are several.
+    """
+    if here.of_one_save and (here.pointer is None or here.pointer.tag in here.of_one_save):
+        raise _several(here.path, [posixpath.join(here.path, name) for name in here.of_one_save])
 
 
 def refuse_rivals(here: Place) -> None:

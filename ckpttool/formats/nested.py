@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from ckpttool.commit.marks import own_directories
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_every
-from ckpttool.formats.scan import has_files_of_tag
+from ckpttool.formats.layouts import WEIGHTS, is_below_step, is_part
+from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import printable
-from ckpttool.storage import MANIFEST
 
 if TYPE_CHECKING:
+    from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
 
@@ -20,26 +21,36 @@ def others_below(storage: Storage, path: str) -> list[str]:
     """Return the checkpoints below the directory of a checkpoint that are not its own, relative to it.
 
     Its own are those that a reader opens at the path: of a trainer's folder, or of each of several engines. If it
-    cannot be opened, the ones nearest to the path are.
+    cannot be opened, the ones nearest to the path are. Weights alone are another checkpoint only below a directory that
+    has the name of a step, or below a tag: trainers write adapters and parts of a model into subdirectories.
 
     Raises:
         StorageError: A directory cannot be listed.
     """
-    holding = [
-        directory.removeprefix(path).strip("/")
+    files_of = {
+        directory.removeprefix(path).strip("/"): {entry.name for entry in entries if not entry.is_dir}
         for directory, entries in own_directories(storage, path)
-        if has_files_of_tag(entries) or any(entry.name == MANIFEST for entry in entries)
-    ]
-    below = [name for name in holding if name]
+    }
+    holding = [name for name, files in files_of.items() if any(map(is_part, files))]
+    in_tag = any(map(is_of_tag, files_of[""]))
+    weights = [name for name, files in files_of.items() if any(map(WEIGHTS.fullmatch, files))]
+    runs = [name for name in weights if name not in holding and (in_tag or is_below_step(name))]
+    below = [name for name in (*holding, *runs) if name]
     if not below:
         return []
     try:
-        own = {one.location.removeprefix(path).strip("/") for one in open_every(storage, path)}
+        own = {d.removeprefix(path).strip("/") for one in open_every(storage, path) for d in _directories(one)}
     except CkptError:
-        nearest = min(name.count("/") if name else -1 for name in holding)
+        nearest = min((name.count("/") if name else -1 for name in holding), default=-1)
         own = {name for name in holding if (name.count("/") if name else -1) == nearest}
     above = {part for name in own for part in _prefixes(name)}  # the manifest of several engines is above them
     return sorted(name for name in below if name not in own | above)
+
+
+def _directories(checkpoint: Checkpoint) -> set[str]:
+    """Return the directories of a checkpoint's files, and its own."""
+    files = {posixpath.join(checkpoint.location, posixpath.dirname(file.name)) for file in checkpoint.files}
+    return {checkpoint.location, *(directory.rstrip("/") for directory in files)}
 
 
 def _prefixes(name: str) -> list[str]:

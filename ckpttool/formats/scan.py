@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import brief
 from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_link, is_linked
+from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import leads_out
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ MAX_PARTS = 4
 """Most components of a tag."""
 RELINK = "write the name of a tag into it, or pass tag to choose a checkpoint"
 """Hint for a link ``latest`` that leads nowhere."""
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,11 @@ class Found:
         """Whether the directory has an in-progress marker."""
         return self.storage.exists(posixpath.join(self.path, MARK))
 
+    @property
+    def damaged(self) -> bool:
+        """Whether a save has moved it here, because a restore has skipped it."""
+        return any(entry.name == DAMAGED for entry in self.entries)
+
     @cached_property
     def committed(self) -> bool:
         """Whether the directory is a commit."""
@@ -151,8 +159,8 @@ def _has_only_directories(one: Found) -> bool:
 
 
 def commits(found: Iterable[Found]) -> list[Found]:
-    """Return the commits among the directories of a scan, without hidden ones."""
-    return [one for one in found if not one.hidden and not one.outside and one.committed]
+    """Return the commits among the directories of a scan, without hidden and damaged ones."""
+    return [one for one in found if not one.hidden and not one.outside and one.committed and not one.damaged]
 
 
 def has_files_of_tag(entries: Iterable[Entry]) -> bool:
@@ -201,6 +209,11 @@ def natural_order(name: str) -> tuple[tuple[int, int | str], ...]:
             digits = ""
         parts.append((1, c))
     return tuple(parts)
+
+
+def pattern_of(name: str) -> str:
+    """Return a name with "#" for each number."""
+    return _NUMBER.sub("#", name)
 
 
 def last_number(name: str) -> int:

@@ -1,7 +1,8 @@
 """Claim the directory of a checkpoint for one attempt of a save, by means of the in-progress marker in it.
 
 The directory may be free; or contain the files of a save that died, which are removed; or contain a checkpoint to
-replace, which is renamed until the new one is committed.
+replace, which is renamed until the new one is committed; or one that a restore of the run has skipped as torn or
+damaged, which is moved aside for good.
 """
 
 from __future__ import annotations
@@ -12,29 +13,40 @@ import posixpath
 import secrets
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, identity, is_alive, is_unfinished
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_unfinished, state_of
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import can_resume, is_whole
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
-from ckpttool.storage.base import SET_ASIDE
+from ckpttool.storage.base import DAMAGED, SET_ASIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from ckpttool.storage import WritableStorage
+    from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
 SEEN_WITHIN = 60.0
 """Seconds that a network file system may take to show a file to other nodes."""
 WATCH_SECONDS = 20.0
 """Seconds to watch the directory of another machine's save; without a change the save is dead."""
+ASIDE = ".damaged"
+"""Suffix of a checkpoint that a save has moved, because a restore has skipped it; its mark is ``DAMAGED``."""
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that a restore has skipped."""
+
+    state: str
+    """``state_of`` its directory at that time."""
+    problem: str
+    """Why."""
 
 
 class Claim:
@@ -48,22 +60,30 @@ class Claim:
 
     def __init__(self, storage: WritableStorage, root: str, tag: str) -> None:
         self._storage = storage
-        self._root = root
+        self.root = root
+        """The directory of all checkpoints."""
         self.directory = posixpath.join(root, tag)
         self._replaced = f"{self.directory}{REPLACED}"
         self._marker = posixpath.join(self.directory, MARK)
         self.attempt = ""
         """Identifier of the attempt; "" before it is taken or known."""
+        self.moved = ""
+        """Where the checkpoint is that a restore has skipped; "" without one."""
 
-    def state(self, *, overwrite: bool) -> str:
-        """Return the state of the directory: "free", "unfinished" (its save is dead) or "replaced".
+    def state(self, *, overwrite: bool, step: int, skipped: Skipped | None = None) -> str:
+        """Return the state of the directory: "free", "unfinished" (its save is dead), "replaced" or "damaged".
+
+        Args:
+            overwrite: Whether to replace a checkpoint.
+            step: The step to save.
+            skipped: The checkpoint there that a restore of this run has skipped; None without one.
 
         Raises:
             TakenError: Another save writes it.
             StorageError: It must not be written.
         """
         storage, directory = self._storage, self.directory
-        if is_linked(storage, self._root, directory):
+        if is_linked(storage, self.root, directory):
             raise StorageError(directory, "is reached through a link", "choose another tag, or remove the link")
         if not storage.exists(directory):
             return "free"
@@ -75,19 +95,28 @@ class Claim:
             self._check_dead()
             self._check_alone()
             return "unfinished"
+        if self._is_damaged() or (skipped is not None and state_of(storage, directory) == skipped.state):
+            self._check_alone()
+            return "damaged"
         if not overwrite:
-            what = "is saved already" if is_commit(storage, directory) else "holds other files"
+            what = (
+                "is saved already"
+                if is_commit(storage, directory)
+                else f"holds other files, so that step {step} is not saved"
+            )
             raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
+        check_not_pinned(storage, directory)
         self._check_alone()
         return "replaced"
 
-    def take(self, state: str) -> str:
+    def take(self, state: str, problem: str = "") -> str:
         """Write the in-progress marker into the directory; return the identifier of this attempt.
 
         Args:
             state: As ``state`` returned it.
+            problem: ``Skipped.problem``.
 
         Raises:
             TakenError: Another process has taken or committed the directory meanwhile.
@@ -101,6 +130,8 @@ class Claim:
             return self.attempt
         if state == "replaced":
             self._set_aside()
+        if state == "damaged":
+            self._move(problem)
         try:
             self._storage.make_directory(self.directory)
             put_new(self._storage, self._marker, mark)
@@ -254,12 +285,25 @@ class Claim:
             _try_each([self._restore_replaced])  # also if the rename succeeded, and its sync failed
             raise
         if not moved:
-            others = (one.path for one in commits(scan(storage, self._root)) if one.path != directory)
-            if not any(can_resume(storage, path) for path in others):
-                only = "is the only whole checkpoint with an optimizer"
-                problem = f"{only}, and this storage cannot keep it until the new one is committed"
-                raise StorageError(directory, problem, "choose another tag")
+            others = (one.path for one in commits(scan(storage, self.root)) if one.path != directory)
+            check_not_only(storage, directory, others)
             storage.remove_tree(directory)
+
+    def _is_damaged(self) -> bool:
+        """Return whether a killed save has begun to move the checkpoint."""
+        return self._storage.exists(posixpath.join(self.directory, DAMAGED))
+
+    def _move(self, problem: str) -> None:
+        """Move the checkpoint that a restore has skipped; readers know it by the mark, which is written first."""
+        aside = f"{self.directory}{ASIDE}"
+        while self._storage.exists(aside):
+            aside += ASIDE
+        if not self._is_damaged():
+            self._storage.put(posixpath.join(self.directory, DAMAGED), problem.encode())
+        if self._storage.remote:
+            self._storage.put(posixpath.join(aside, DAMAGED), problem.encode())  # a killed move leaves no checkpoint
+        self._storage.move_tree(self.directory, aside)
+        self.moved = aside
 
     def _remove_if_there(self) -> None:
         if self._storage.exists(self.directory):
@@ -279,6 +323,28 @@ class Claim:
     def _remove_replaced(self) -> None:
         if self._has_replaced():
             self._storage.remove_tree(self._replaced)
+
+
+def check_not_pinned(storage: Storage, directory: str) -> None:
+    """Check that a checkpoint to replace is not pinned.
+
+    Raises:
+        StorageError: It is.
+    """
+    if (pin := find_pin(storage, directory)) is not None:
+        raise StorageError(directory, f"is pinned by {pin.who or '?'}: {pin.why}", "unpin it, or choose another name")
+
+
+def check_not_only(storage: Storage, directory: str, others: Iterable[str], hint: str = "choose another tag") -> None:
+    """Check before a checkpoint in a bucket is replaced that a run could resume from another one meanwhile.
+
+    Raises:
+        StorageError: It could not.
+    """
+    if not any(can_resume(storage, path) for path in others):
+        only = "is the only whole checkpoint with an optimizer"
+        problem = f"{only}, and this storage cannot keep it until the new one is committed"
+        raise StorageError(directory, problem, hint)
 
 
 def _try_each(steps: Sequence[Callable[[], None]]) -> None:

@@ -36,6 +36,7 @@ from ckpttool.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ckpttool.saving.claim import Skipped
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile
     from ckpttool.storage import Storage, WritableStorage
@@ -75,6 +76,8 @@ class Request:
     """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
+    skipped: Skipped | None = None
+    """The checkpoint of the same tag that a restore of this run has skipped: it is moved aside."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
     """Sidecar files of the root, by name; those that exist are kept."""
     root_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -157,12 +160,19 @@ def _begin(
         repeated = next(name for name in names if names.count(name) > 1)
         raise RankError(claim.directory, f"two ranks would write {repeated}", "this is a bug in ckpttool")
     storage.make_directory(root)
-    state = claim.state(overwrite=request.overwrite)
+    skipped = request.skipped
+    state = claim.state(overwrite=request.overwrite, step=request.step, skipped=skipped)
     needed, free = int(SPACE_FACTOR * sum(offer["nbytes"] for offer in offers)), storage.free_bytes(root)
     if free is not None and free < needed:
         problem = f"needs {format_size(needed)}, but only {format_size(free)} are free"
         raise StorageError(claim.directory, problem, "free some space, keep fewer checkpoints, or choose another root")
-    return claim.take(state)
+    problem = "" if skipped is None else skipped.problem
+    attempt = claim.take(state, problem)
+    if claim.moved:
+        why = f", because it cannot be restored: {problem}" if problem else ""
+        text = "step %d is saved as %s; the checkpoint there is now %s%s"
+        LOG.warning(text, request.step, request.tag, claim.moved, why)
+    return attempt
 
 
 def _write(
@@ -217,7 +227,7 @@ def _finish(
         _write_sidecars(storage, root, request.sidecars)
         claim.check()
         named = find_text(storage, latest)
-        fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, root, named, request)
+        fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, claim, named, request)
         own = [result["digests"] for result in results]
         digests = {name: _merged([rank and rank[name] for rank in own]) for name in request.engines}
         engines = {name: {**facts, "digests": digests[name]} for name, facts in request.engines.items()}
@@ -271,13 +281,17 @@ def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, An
     }
 
 
-def _parent_fields(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:
+def _parent_fields(storage: Storage, claim: Claim, named: str | None, request: Request) -> dict[str, Any]:
     """Return the fields of the manifest that name the previous commit."""
+    root = claim.root
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
     before = tag_in(named or "")
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
+            if claim.moved and before == request.tag and is_commit(storage, claim.moved):
+                moved = read_manifest(storage, claim.moved)
+                return {"parent": moved.parent, "number": moved.number}
             if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
                 parent = read_manifest(storage, directory)
                 return {"parent": parent.attempt, "number": parent.number + 1}

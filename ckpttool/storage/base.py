@@ -92,7 +92,9 @@ WHOLE = ".ckpttool-whole"
 """Name of the in-progress marker of a local output once all is written and compared, until the directory is renamed."""
 SET_ASIDE = ".ckpttool-set-aside"
 """Name of the marker in a checkpoint that a save has renamed, until its new one is committed."""
-BESIDE = frozenset({MARK, PIN, THINNING, WHOLE, SET_ASIDE})
+DAMAGED = ".ckpttool-damaged"
+"""Name of the marker in a checkpoint that a restore has skipped and a save has moved; it contains the problem."""
+BESIDE = frozenset({MARK, PIN, THINNING, WHOLE, SET_ASIDE, DAMAGED})
 """Names of files in the directory of a checkpoint that are not part of it."""
 MAX_DEPTH = 32
 """Most levels of nested directories: no checkpoint has more, but a link to a parent directory nests without end."""
@@ -514,6 +516,19 @@ class WritableStorage(Storage, Protocol):
 
         Raises:
             StorageError: The rename failed.
+        """
+
+    def move_tree(self, path: str, to: str) -> None:
+        """Rename a directory; without renames, copy its files within the storage, then delete the old ones.
+
+        A killed move has deleted no file whose copy is not there.
+
+        Args:
+            path: The directory.
+            to: Its new path, which does not exist.
+
+        Raises:
+            StorageError: A file cannot be moved.
         """
 
     def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:

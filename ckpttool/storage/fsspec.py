@@ -29,6 +29,7 @@ from ckpttool.storage.base import (
     Writer,
     check_text,
     decode_text,
+    walk,
 )
 from ckpttool.storage.local import remove_remote
 from ckpttool.storage.opening import scheme_of
@@ -703,6 +704,20 @@ class RemoteStorage(Described):
     def rename(self, path: str, to: str) -> bool:
         """Return False: object storages cannot rename directories."""
         return False
+
+    def move_tree(self, path: str, to: str) -> None:
+        """Copy the files of a directory within the storage, then delete the old ones.
+
+        Raises:
+            StorageError: A file cannot be copied or deleted.
+        """
+        self.forget()
+        names = [name for name, _ in walk(self, path)]
+        self.at_once([partial(self._copy, posixpath.join(path, name), posixpath.join(to, name)) for name in names])
+        self.delete([posixpath.join(path, name) for name in names])
+
+    def _copy(self, path: str, to: str) -> None:
+        self.call(path, partial(self.fs.cp_file, self.key(path), self.key(to)))
 
     def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove all files below a directory; write the in-progress marker first and delete it last.

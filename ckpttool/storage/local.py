@@ -722,6 +722,14 @@ class LocalStorage(Described):
             sync_directory(os.path.dirname(path))
         return True
 
+    def move_tree(self, path: str, to: str) -> None:
+        """Rename a directory.
+
+        Raises:
+            StorageError: The rename failed.
+        """
+        self.rename(path, to)
+
     def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove a directory and all files below it.
 

@@ -129,7 +129,7 @@ TABLE: dict[str, Row] = {
     "files alone": Row({"notes.txt": ">x"}, "-", "", "-"),
     "two models": Row(
         {"pytorch_model": "tag", "pytorch_model_1": "other", "latest": ">pytorch_model_1"},
-        "pytorch_model_1",
+        "-",
         "pytorch_model pytorch_model_1*",
         "pytorch_model_1 pytorch_model",
     ),

@@ -13,13 +13,16 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.errors import StorageError
 from ckpttool.formats.nested import others_below
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, MARK
-from tests.saving.checkpoints import save_version, version
+from ckpttool.storage import LOCAL, MARK, open_storage
+from tests.saving.checkpoints import save_version, version, whole
 from tests.truth import source
 from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from ckpttool.storage import WritableStorage
+    from tests.storage.server import Bucket
 
 
 def _write(directory: Path) -> None:
@@ -50,6 +53,75 @@ def test_a_run_below_a_checkpoint_is_kept_with_it(how: str, below: str, tmp_path
         rotate(LOCAL, str(tmp_path), 1, keep=(), grace=0)
     assert {p.name for p in (first / below).iterdir()} == set(version(0))
     assert not second.exists()
+
+
+RUNS = {
+    "DCP": (["sft/.metadata", "sft/__0_0.distcp"], True),
+    "torn DCP": (["sft/__0_0.distcp"], True),
+    "steps of DCP": (["sft/checkpoint-60/pytorch_model_fsdp_0/.metadata"], True),
+    "a step of torchtitan": (["run/step-60/.metadata"], True),
+    "verl": (["run/global_step_6/actor/model_world_size_2_rank_0.pt"], True),
+    "steps of weights": (["sft/checkpoint-60/model.safetensors"], True),
+    "steps of pickled weights": (["sft/epoch=3/pytorch_model-00001-of-00002.bin"], True),
+    "an adapter": (["critic/adapter_model.safetensors"], False),
+    "a part of a model": (["unet/diffusion_pytorch_model.safetensors"], False),
+    "other files": (["logs/events", "sft/checkpoint-60/notes"], False),
+}
+"""Files below a trainer's folder, and whether they are another checkpoint."""
+
+
+@pytest.mark.parametrize("where", ["disk", "s3"])
+@pytest.mark.parametrize("kind", RUNS)
+def test_runs_of_every_format_are_kept(kind: str, where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    names, kept = RUNS[kind]
+    for number in (1, 2):
+        _save(tmp_path / f"checkpoint-{number}", f"step{number}", number)
+    for name in names:
+        path = tmp_path / "checkpoint-1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"mine")
+    storage, root = _at(where, tmp_path, request)
+    rotate(storage, root, 1, keep=(), grace=0)
+    storage.refresh([])
+    assert storage.is_dir(f"{root}/checkpoint-1") == kept
+    assert all(storage.exists(f"{root}/checkpoint-1/{name}") == kept for name in names)
+    assert not kept or storage.is_dir(f"{root}/checkpoint-1/step1")
+
+
+@pytest.mark.parametrize("where", ["disk", "s3"])
+def test_weights_below_a_tag_are_kept(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for number in (1, 2):
+        _save(tmp_path, f"step{number}", number)
+    (tmp_path / "step1" / "hf").mkdir()
+    (tmp_path / "step1" / "hf" / "model.safetensors").write_bytes(b"mine")
+    storage, root = _at(where, tmp_path, request)
+    assert ckpttool.prune(root, keep_last=1)[0].reason == "contains checkpoints: hf"
+    maintain(storage, root, Rules(last=1), grace=0)
+    with refused(StorageError):
+        save_version(storage, root, Alone(), "step1", 3, overwrite=True)
+    storage.refresh([])
+    assert storage.exists(f"{root}/step1/hf/model.safetensors")
+
+
+def _at(where: str, directory: Path, request: pytest.FixtureRequest) -> tuple[WritableStorage, str]:
+    """Return the storage and the path of a directory, in a bucket after a copy."""
+    if where == "disk":
+        return LOCAL, str(directory)
+    bucket: Bucket = request.getfixturevalue(where)
+    bucket.upload(directory, "root")
+    return open_storage(bucket.url("root")), bucket.url("root")
+
+
+@pytest.mark.parametrize("where", ["disk", "s3"])
+def test_a_save_does_not_replace_what_is_pinned(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for number in (1, 2):
+        _save(tmp_path, f"step{number}", number)
+    storage, root = _at(where, tmp_path, request)
+    ckpttool.pin(f"{root}/step1", why="the paper")
+    storage.refresh([])
+    with pytest.raises(StorageError, match=r"step1: is pinned by .*: the paper; unpin it"):
+        save_version(storage, root, Alone(), "step1", 3, overwrite=True)
+    assert whole(root, storage)["step1"] == version(1)
 
 
 @pytest.mark.parametrize("killed", [False, True])

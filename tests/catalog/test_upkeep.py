@@ -120,7 +120,9 @@ def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -
         ({"torn": "uncommitted", "being_saved": True}, False, "torn, or being saved"),
         ({"torn": "incomplete", "modified": NOW - 60}, False, "torn, or being saved"),
         ({"torn": "incomplete", "modified": NOW + 60}, False, "torn, or being saved"),
-        ({"torn": "incomplete", "latest": True}, False, "latest names it"),
+        ({"torn": "incomplete", "latest": True}, True, "torn: is missing"),
+        ({"torn": "incomplete", "step": 99, "name": "step99", "sorts": frozenset("a")}, True, "torn: is missing"),
+        ({"torn": "incomplete", "step": 99, "name": "step99", "sorts": frozenset("c")}, False, "torn, but no newer"),
         ({"torn": "incomplete", "reported": True}, False, "Ray Train's snapshot lists it"),
         ({"torn": "incomplete", "problem": "is a root of its own, with 2 checkpoints"}, False, "is a root of its own"),
         ({"torn": "incomplete", "step": 99, "name": "step99"}, False, "torn, but no newer checkpoint is whole"),
@@ -131,7 +133,7 @@ def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -
 )
 def test_torn_checkpoints_go_only_if_nothing_may_write_them(changes: dict[str, Any], goes: bool, reason: str) -> None:
     torn = _entry(**{"step": 5, "whole": False, "problem": "is missing", "stage": None, **changes})
-    found = _decided([torn, _entry(50)], torn=True)[torn.step]
+    found = _decided([torn, _entry(50, sorts=frozenset("ab"))], torn=True)[torn.step]
     assert (not found.keep, found.reason.startswith(reason) or reason in found.reason) == (goes, True), found
     assert _decided([torn, _entry(50)], last=1)[torn.step].keep
 

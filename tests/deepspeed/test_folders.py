@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
+from ckpttool.commit.marks import Pin, write_pin
+from ckpttool.errors import StorageError
 from ckpttool.integrations.deepspeed.folders import Folders, candidates_in
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, aside_name
+from ckpttool.storage import LOCAL, aside_name, walk
 from tests.saving.checkpoints import save_version
+from tests.wording import refused
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.storage.server import Bucket
 
 
 class _Noting(Alone):
@@ -35,6 +41,38 @@ def test_the_first_rank_waits_until_the_others_have_its_decision(tmp_path: Path)
     folders._met = ranks
     assert folders.on_first_rank(lambda: 7) == 7
     assert [options["last"] for options in ranks.options] == [True]
+
+
+@pytest.mark.parametrize("others", ["s3: none", "s3: thin", "s3: nested", "s3: pinned", "s3: whole", "disk: nested"])
+def test_nothing_is_removed_before_a_save_that_is_refused(
+    others: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    where, what = others.split(": ")
+    for number in (1, 2) if what != "none" else (2,):
+        save_version(LOCAL, str(tmp_path / f"checkpoint-{number}"), Alone(), "step", number - 1)
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"weights")
+    if what == "thin":
+        options = ThinOptions(dtype="bf16", grace=0.0)
+        thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / "checkpoint-1" / "step"), options), options)
+    if what == "nested":
+        shutil.copytree(tmp_path / "checkpoint-1" / "step", tmp_path / "checkpoint-2" / "step" / "sft" / "step60")
+    if what == "pinned":
+        write_pin(LOCAL, str(tmp_path / "checkpoint-2" / "step"), Pin("me", 1.0, "mine"))
+    root = str(tmp_path)
+    if where == "s3":
+        bucket: Bucket = request.getfixturevalue("s3")
+        bucket.upload(tmp_path, "root")
+        root = bucket.url("root")
+    folders = Folders(root)
+    before = dict(walk(folders.storage, f"{root}/checkpoint-2")).keys()
+    if what == "whole":
+        folders._begin(f"{root}/checkpoint-2")
+    else:
+        with refused(StorageError):
+            folders._begin(f"{root}/checkpoint-2")
+    folders.storage.refresh([])
+    gone = what == "whole" and where == "s3"
+    assert dict(walk(folders.storage, f"{root}/checkpoint-2")).keys() == (set() if gone else before)
 
 
 def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ckpttool.containers.torch_zip import bytes_with_crc
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.dtypes import DTYPES, SHORT_NAMES, parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError
-from ckpttool.formats.fields import RESTORE, Fields, describe, enum_value
+from ckpttool.formats.fields import OWN_WEIGHTS, RESTORE, Fields, describe, enum_value
 from ckpttool.formats.zero.files import (
     MAX_RANKS,
     AllFiles,
@@ -720,7 +720,7 @@ def _read_slice(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> Z
     if not opener.errors and not opener.location.trust_names and (error := copied(opener.storage, optimizer)):
         opener.report(error)
     stage = configured_stage(model, stage)
-    experts = _experts(opener, named, model[0] if model else None)
+    experts = _experts(opener, named, model[0] if model and stage < 3 else None)  # at stage 3 ranks have them
     swapped = tuple(opener.swapped(r) for r in range(ranks)) if stage == 3 else ()
     return ZeroFiles(opener.location, stage, model_rank, model, optimizer, experts, swapped=swapped)
 
@@ -752,14 +752,34 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
         problem = "holds no ZeRO optimizer files"
         hint = "they hold the fp32 master weights: restore them from a copy, or choose another tag"
         if alone:
-            hint += '; the model\'s own weights are there: weights_from="module"'
+            hint += OWN_WEIGHTS
         raise LayoutError(opener.location.directory, problem, hint, ("weights_from",) if alone else ())
     optimizers = sorted((p for p in named if p.kind == "expert optimizer"), key=lambda p: p.expert)
     gone = sorted(set(range(max((p.expert for p in optimizers), default=-1) + 1)) - {p.expert for p in optimizers})
     stem = f"expp_rank_{{}}_mp_rank_{model_rank:02d}_optim_states.pt"
     opener.missing([stem.format(e) for e in gone[: MAX_NAMED + 1]], "an expert-parallel rank")
     opened = tuple(f for p in optimizers if (f := opener.open(p, numbers=True)))
+    if not opened and not opener.location.module_only and (why := _says_more_files(file)):
+        problem = f"holds no files of the optimizer, but {name} {why}"
+        raise LayoutError(opener.location.directory, problem, RESTORE + OWN_WEIGHTS, ("weights_from",))
     return ZeroFiles(opener.location, 0, model_rank, [file], [], _experts(opener, named, file), opened)
+
+
+def _says_more_files(model: RankFile) -> str:
+    """Return how a model's file shows that the optimizer was saved in separate files; "" if it does not.
+
+    DeepSpeed writes those files last. Releases before 0.6 write no ``param_shapes``.
+
+    Source: DeepSpeed 0.19, runtime/bf16_optimizer.py (``state_dict``) and engine.py (``_save_moe_checkpoint``).
+    """
+    optimizer, config = (model.fields.values.get(key) for key in ("optimizer", "ds_config"))
+    if isinstance(optimizer, dict) and "partition_count" in optimizer:
+        return "says that it is partitioned"
+    if isinstance(optimizer, dict) and model.fields.values.get("num_experts"):
+        return "says that experts have their own"
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return f"was saved at stage {stage}" if optimizer is None and isinstance(stage, int) and stage > 0 else ""
 
 
 def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile | None) -> tuple[ExpertFile, ...]:
@@ -773,6 +793,9 @@ def _experts(opener: Opener, named: Sequence[ZeroName], model: RankFile | None) 
     numbers: dict[int, list[int]] = {}
     for name in names:
         numbers.setdefault(name.layer, []).append(name.expert)
+    if model is not None and not names and any(recorded):
+        problem = f"records {recorded} experts in its layers, but no files of experts are beside it"
+        raise LayoutError(model.path, problem, RESTORE)
     for layer, experts in numbers.items():
         # Without a record, the largest number of files is a lower bound.
         count = recorded[layer] if layer < len(recorded) else max(len(e) for e in numbers.values())

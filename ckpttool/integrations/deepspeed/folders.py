@@ -23,9 +23,10 @@ import torch
 from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.commit.marks import is_unfinished
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
-from ckpttool.formats import can_resume, open_whole
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
+from ckpttool.formats import open_whole
 from ckpttool.formats.layouts import Place
+from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.integrations.deepspeed.load import restore_engine
 from ckpttool.integrations.deepspeed.load_plan import load_options
@@ -35,6 +36,7 @@ from ckpttool.integrations.deepspeed.rank_states import RankStates
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
+from ckpttool.saving.claim import check_not_only, check_not_pinned
 from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined
 
@@ -276,8 +278,15 @@ class Folders:
         storage.refresh([])
         found = trainer_commits(Place(storage, posixpath.dirname(folder)).folders)
         if storage.is_dir(folder):
-            if storage.remote and any(one.name != folder and can_resume(storage, one.name) for one in found):
-                storage.remove_tree(folder)  # a bucket cannot replace a commit as a whole
+            held = candidates(storage, folder)
+            for path in [folder] if storage.remote else [one.path for one in held]:
+                check_not_pinned(storage, path)  # before any file is removed
+                if (why := why_kept(storage, path)) is not None:
+                    raise StorageError(path, why, "move them, or choose another output_dir")
+            if storage.remote and held:  # a bucket cannot replace a commit as a whole
+                others = (one.name for one in found if one.name != folder)
+                check_not_only(storage, folder, others, "move it, or choose another output_dir")
+                storage.remove_tree(folder)
             else:  # weights of an abandoned run
                 names = [e.name for e in storage.listing(folder) if not e.is_dir and is_weights(e.name)]
                 storage.delete([posixpath.join(folder, name) for name in names])

@@ -21,6 +21,7 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit.marks import state_of
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
 from ckpttool.formats import open_whole, opening_options
@@ -31,6 +32,7 @@ from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.messages import brief
 from ckpttool.saving.background import Background
+from ckpttool.saving.claim import Skipped
 from ckpttool.saving.coordination import RankError, agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.saving.provenance import current_provenance
@@ -166,6 +168,7 @@ class CheckpointManager:
         self._warned = False
         self._checked: dict[str, weakref.ref[Any]] = {}
         self._saved: KnownEngines = {}
+        self._skipped: dict[str, Skipped] = {}
         self.committed: tuple[str, int] | None = None
         """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
@@ -332,6 +335,7 @@ class CheckpointManager:
             if validation == "WARN":
                 LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
             request = replace(request, tag=first_tag)
+        request = replace(request, skipped=self._skipped.get(posixpath.join(root, request.tag)))
         parts: list[CapturedFiles] = []
         digests: dict[str, SavedDigests | None] = {}
         try:
@@ -546,6 +550,8 @@ class CheckpointManager:
                     raise
                 if ranks.rank == 0:  # the other ranks have the same error
                     LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
+                    with contextlib.suppress(CkptError):
+                        self._skipped[path] = Skipped(state_of(storage, path), error.problem)
                 first = first or error
                 continue
             if not options.dry_run and ranks.rank == 0:

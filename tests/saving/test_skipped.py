@@ -1,0 +1,178 @@
+"""A checkpoint that a restore of the run has skipped is moved aside by the save of its step, and nothing is deleted."""
+
+from __future__ import annotations
+
+import posixpath
+from typing import TYPE_CHECKING
+
+import pytest
+
+import ckpttool
+from ckpttool.catalog.cleanup import maintain
+from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.retention import Rules
+from ckpttool.commit.manifest import read_manifest
+from ckpttool.commit.marks import state_of
+from ckpttool.errors import CkptError, StorageError
+from ckpttool.saving.claim import Skipped
+from ckpttool.saving.coordination import Alone
+from ckpttool.saving.two_phase import Request, save
+from ckpttool.storage import LATEST, LOCAL, MANIFEST, open_storage, walk
+from ckpttool.storage.base import DAMAGED
+from tests.saving.checkpoints import SIDECARS, content, part, save_version, version, whole
+from tests.wording import refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ckpttool.storage import WritableStorage
+    from tests.storage.server import Bucket
+
+Where = tuple["WritableStorage", str]
+
+
+@pytest.fixture(params=["disk", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+    """A storage and a root in it."""
+    if request.param == "disk":
+        return LOCAL, str(tmp_path)
+    bucket: Bucket = request.getfixturevalue("s3")
+    return open_storage(bucket.url("run")), bucket.url("run")
+
+
+def _plain(where: Where, tag: str, number: int, *, torn: bool = False) -> None:
+    """Write what DeepSpeed writes; torn, without the file of one rank."""
+    storage, root = where
+    storage.make_directory(posixpath.join(root, tag))
+    for name, data in list(version(number).items())[: -1 if torn else None]:
+        storage.put(posixpath.join(root, tag, name), data)
+    storage.put(posixpath.join(root, LATEST), tag.encode())
+
+
+def _skipped(where: Where, tag: str) -> Skipped:
+    storage, root = where
+    storage.refresh([])
+    path = posixpath.join(root, tag)
+    with pytest.raises(CkptError) as caught:
+        raise _problem(storage, path)
+    return Skipped(state_of(storage, path), caught.value.problem)
+
+
+def _problem(storage: WritableStorage, path: str) -> Exception:
+    try:
+        content(storage, path)
+        ckpttool.inspect(path)
+    except CkptError as error:
+        return error
+    return AssertionError("it is whole")
+
+
+def _save(where: Where, tag: str, number: int, skipped: Skipped | None) -> None:
+    storage, root = where
+    request = Request(tag, number, 2, sidecars=SIDECARS, skipped=skipped)
+    save(storage, root, Alone(), request, part(version(number), 0, 1), timeout=5.0)
+    storage.refresh([])
+
+
+def _files(where: Where, tag: str) -> dict[str, bytes]:
+    storage, root = where
+    directory = posixpath.join(root, tag)
+    found = {}
+    for name, _ in walk(storage, directory):
+        with storage.open(posixpath.join(directory, name)) as reader:
+            found[name] = bytes(reader.read(0, reader.nbytes))
+    return found
+
+
+def test_a_torn_one_of_deepspeed_is_moved_aside(where: Where, caplog: pytest.LogCaptureFixture) -> None:
+    storage, root = where
+    _plain(where, "step3", 3)
+    _plain(where, "step6", 6, torn=True)
+    before = _files(where, "step6")
+    _save(where, "step6", 6, _skipped(where, "step6"))
+    assert f"step 6 is saved as step6; the checkpoint there is now {root}/step6.damaged, because" in caplog.text
+    after = _files(where, "step6.damaged")
+    assert after.pop(DAMAGED)
+    assert after == before
+    assert [one.tag for one in candidates(storage, root)] == ["step6", "step3"]
+    assert whole(root, storage) == {"step6": version(6), "step3": version(3)}
+    listed = {e.name: e for e in ckpttool.ls(root).entries}
+    assert "could not be restored" in str(listed["step6.damaged"].problem)
+    assert ckpttool.prune(root, keep_last=1)[1].keep
+    decisions = ckpttool.prune(root, torn=True, grace=0)
+    assert {d.entry.name: d.keep for d in decisions} == {"step6.damaged": False, "step6": True}
+
+
+def test_a_damaged_one_of_ours_is_moved_aside(where: Where) -> None:
+    storage, root = where
+    for number in (3, 6):
+        save_version(storage, root, Alone(), f"step{number}", number)
+    name = next(iter(version(6)))
+    with storage.open(f"{root}/step6/{name}") as reader:
+        data = bytearray(reader.read(0, reader.nbytes))
+    data[len(data) // 2] ^= 1
+    storage.put(f"{root}/step6/{name}", bytes(data))
+    before = _files(where, "step6")
+    parent = read_manifest(storage, f"{root}/step3").attempt
+    _save(where, "step6", 6, _skipped(where, "step6"))
+    assert read_manifest(storage, f"{root}/step6").parent == parent
+    assert {n: d for n, d in _files(where, "step6.damaged").items() if n != DAMAGED} == before
+    maintain(storage, root, Rules(last=2), grace=0)
+    storage.refresh([])
+    assert whole(root, storage) == {"step6": version(6), "step3": version(3)}
+    assert MANIFEST in _files(where, "step6.damaged")
+
+
+def test_a_move_that_was_killed_goes_on(where: Where) -> None:
+    storage, root = where
+    _plain(where, "step3", 3)
+    _plain(where, "step6", 6, torn=True)
+    before = _files(where, "step6")
+    storage.put(f"{root}/step6/{DAMAGED}", b"why")
+    if storage.remote:
+        storage.put(f"{root}/step6.damaged/{DAMAGED}", b"why")
+        storage.put(f"{root}/step6.damaged/{min(before)}", before[min(before)])
+    storage.refresh([])
+    assert [one.tag for one in candidates(storage, root)] == ["step3"]
+    _save(where, "step6", 6, None)
+    moved = "step6.damaged.damaged" if storage.remote else "step6.damaged"
+    assert _files(where, moved) == {**before, DAMAGED: b"why"}
+    assert whole(root, storage) == {"step6": version(6), "step3": version(3)}
+
+
+def test_what_was_repaired_or_is_unknown_stays(where: Where) -> None:
+    storage, _ = where
+    _plain(where, "step6", 6, torn=True)
+    skipped = _skipped(where, "step6")
+    with refused(StorageError):
+        _save(where, "step6", 6, None)
+    _plain(where, "step6", 6)
+    storage.refresh([])
+    with pytest.raises(StorageError, match="holds other files, so that step 6 is not saved"):
+        _save(where, "step6", 6, skipped)
+    assert _files(where, "step6") == version(6)
+
+
+def test_prune_takes_the_torn_one_that_latest_names(where: Where) -> None:
+    storage, root = where
+    _plain(where, "step6", 6, torn=True)
+    assert [d.keep for d in ckpttool.prune(root, torn=True, grace=0)] == [True]
+    _plain(where, "step3", 3)
+    storage.put(f"{root}/{LATEST}", b"step6")
+    shown = ckpttool.prune(root, torn=True, grace=0, dry_run=True)
+    decisions = ckpttool.prune(root, torn=True, grace=0)
+    assert [(d.entry.name, d.keep, d.reason) for d in decisions] == [(d.entry.name, d.keep, d.reason) for d in shown]
+    assert {d.entry.name: d.keep for d in decisions} == {"step3": True, "step6": False}
+    storage.refresh([])
+    assert storage.read_text(f"{root}/{LATEST}") == "step3"
+    assert whole(root, storage) == {"step3": version(3)}
+
+
+def test_a_torn_one_with_files_of_another_sort_stays(where: Where) -> None:
+    storage, root = where
+    _plain(where, "step3", 3)
+    _plain(where, "step6", 6, torn=True)
+    storage.put(f"{root}/step6/new_sort_of_states.pt", b"?")
+    (decision,) = (d for d in ckpttool.prune(root, torn=True, grace=0) if d.entry.name == "step6")
+    assert decision.keep
+    assert storage.read_text(f"{root}/{LATEST}") == "step6"
