@@ -78,6 +78,16 @@ class Command(click.Command):
                 with formatter.section(title):
                     formatter.write_dl(records)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples, and the address of the page."""
+        from ckpttool.cli._examples import DOCS, EXAMPLES
+
+        page, lines = EXAMPLES[self.name or ""]
+        with formatter.section("Examples"):
+            for line in lines:
+                formatter.write(f"  {line}\n")
+        formatter.write(f"\nMore: {DOCS}/{page}.html\n")
+
 
 COMMON = frozenset(
     {
@@ -93,6 +103,8 @@ COMMON = frozenset(
         "storage_options",
         "follow_links",
         "open_budget",
+        "quiet",
+        "verbose",
         "debug",
         "help",
     }
@@ -102,6 +114,8 @@ _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
 _RAY_ADDRESS = "ckpttool.ray_address"
 """Key of ``--ray-address``."""
+QUIET = "ckpttool.quiet"
+"""Key of ``--quiet``."""
 WIDE = "ckpttool.wide"
 """Key of ``--wide``."""
 
@@ -209,9 +223,19 @@ resume_option = click.option(
     "--resume", is_flag=True, help="Reuse files that an interrupted run with --resume and the same SRC completed."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace weights in OUT.")
-jobs_option = click.option("--jobs", type=click.IntRange(1, 256), help="Threads.  [default: automatic]")
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    envvar="CKPTTOOL_JOBS",
+    show_envvar=True,
+    help="Threads.  [default: automatic]",
+)
 memory_option = click.option(
-    "--memory", type=SizeType(), help="Memory for requests in flight to or from remote storages.  [default: 256MB]"
+    "--memory",
+    type=SizeType(),
+    envvar="CKPTTOOL_MEMORY",
+    show_envvar=True,
+    help="Memory for requests in flight to or from remote storages.  [default: 256MB]",
 )
 check_option = click.option(
     "--check",
@@ -277,13 +301,33 @@ def _parsed_option(key: str, value: str) -> Any:
     return value
 
 
+def _log(_: click.Context, __: click.Parameter, count: int) -> None:
+    """Write the log of ckpttool to stderr: once its steps, twice each request and file."""
+    if count:
+        import logging
+
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        log = logging.getLogger("ckpttool")
+        log.addHandler(handler)
+        log.setLevel(logging.INFO if count == 1 else logging.DEBUG)
+
+
 def common_options(function: F) -> F:
-    """Add the options of all commands: of storages and of opening, and ``--debug``."""
+    """Add the options of all commands: of storages, of opening and of printing."""
+    verbose = click.option(
+        "-v", "--verbose", count=True, expose_value=False, callback=_log, help="Log to stderr; -vv more."
+    )
+    quiet = click.option(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=_note(QUIET), help="Print errors and --json alone."
+    )
     storage = click.option(
         "--storage-option",
         "storage_options",
         multiple=True,
         metavar="KEY=VALUE",
+        envvar="CKPTTOOL_STORAGE_OPTIONS",
+        show_envvar=True,
         callback=_storage_options,
         help="Option of the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
     )
@@ -296,7 +340,7 @@ def common_options(function: F) -> F:
         metavar="FACTOR",
         help="Multiply the memory and time that opening a checkpoint may take.  [default: 1]",
     )
-    return storage(links(budget(debug_option(function))))
+    return storage(links(budget(quiet(verbose(debug_option(function))))))
 
 
 RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpttool.cli._options import WIDE
+from ckpttool.cli._options import QUIET, WIDE
 from ckpttool.cli._tables import Table
 from ckpttool.messages import printable
 from ckpttool.storage import storage_error
@@ -65,7 +65,7 @@ def print_table(
     lines, less = table.fitted(width) if width and not is_wide() else (table.lines(), False)
     if is_colored():
         lines[0] = click.style(lines[0], bold=True)
-    _write("".join(f"{line}\n" for line in lines))
+    _print("".join(f"{line}\n" for line in lines))
     if less:
         print_line(f"shortened to {width} columns; --wide prints all", color="bright_black")
 
@@ -80,20 +80,30 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
         wrapped = textwrap.wrap(value, max(width - start, 20), break_on_hyphens=False, break_long_words=False)
         lines = wrapped if width else [value]
         shown = click.style(label, bold=True) if is_colored() else label
-        _write(shown + " " * (start - len(label)) + f"\n{' ' * start}".join(lines) + "\n")
+        _print(shown + " " * (start - len(label)) + f"\n{' ' * start}".join(lines) + "\n")
 
 
 def is_wide() -> bool:
     """Return whether the command has the option ``--wide``."""
+    return _is_given(WIDE)
+
+
+def _is_given(key: str) -> bool:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(WIDE))
+    return context is not None and bool(context.meta.get(key))
+
+
+def _print(text: str) -> None:
+    """Write a text for people."""
+    if not _is_given(QUIET):
+        _write(text)
 
 
 def print_line(text: str, *, color: str | None = None) -> None:
     """Print one line, coloured on a terminal."""
     text = printable(text, 0)
     colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    _write((click.style(text, fg=color) if colored else text) + "\n")
+    _print((click.style(text, fg=color) if colored else text) + "\n")
 
 
 def print_json(data: Any) -> None:
@@ -134,7 +144,9 @@ def _write(text: str | bytes) -> None:
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
     """Show a bar on a terminal, a line every minute elsewhere; nothing for work that ends or fails at once."""
-    if sys.stderr.isatty():
+    if _is_given(QUIET):
+        yield lambda done, total: None
+    elif sys.stderr.isatty():
         with _bar(what) as progress:
             yield progress
     else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 
-from ckpttool.cli import COMMANDS, MEANT
-from tests.cli.command import ckpttool
+from ckpttool.cli import COMMANDS, MEANT, cli
+from ckpttool.cli._examples import DOCS, EXAMPLES
+from tests.cli.command import Outcome, ckpttool
 from tests.truth import HERE, source
 
 if TYPE_CHECKING:
@@ -45,6 +48,41 @@ def test_an_unlike_name_gets_none() -> None:
     assert "did you mean" not in ckpttool("inspect", CHECKPOINT, "--param", "zzz").stderr
     assert ckpttool("qqqq").stderr.endswith("Error: no command 'qqqq'; see ckpttool --help\n")
     assert set(MEANT.values()) <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_the_examples_of_the_help_parse_and_its_page_exists(name: str) -> None:
+    page, lines = EXAMPLES[name]
+    shown = ckpttool(name, "--help").stdout
+    assert shown.endswith(f"More: {DOCS}/{page}.html\n")
+    assert (HERE.parent / "docs/howto" / f"{page}.md").is_file()
+    for line in lines:
+        assert f"  {line}\n" in shown
+        program, called, *arguments = shlex.split(line)
+        assert (program, called) == ("ckpttool", name)
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        command.make_context(name, arguments)  # raises for wrong usage
+
+
+def test_every_command_has_examples() -> None:
+    assert {*EXAMPLES, "completion"} == {*COMMANDS}
+
+
+def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTTOOL_JOBS", "many")
+    assert "Invalid value for '--jobs'" in ckpttool("verify", CHECKPOINT).stderr
+    monkeypatch.setenv("CKPTTOOL_JOBS", "2")
+    assert ckpttool("verify", CHECKPOINT).code == 0
+    monkeypatch.setenv("CKPTTOOL_STORAGE_OPTIONS", "nonsense")
+    assert "is not KEY=VALUE" in ckpttool("verify", CHECKPOINT).stderr
+
+
+def test_quiet_prints_errors_and_json_alone(tmp_path: Path) -> None:
+    assert ckpttool("verify", CHECKPOINT, "-q") == Outcome(0, "", "")
+    assert ckpttool("stats", CHECKPOINT, "-q").stdout == ""
+    assert ckpttool("inspect", CHECKPOINT, "-q", "--json").stdout == ckpttool("inspect", CHECKPOINT, "--json").stdout
+    assert "does not exist" in ckpttool("inspect", tmp_path / "gone", "-q").stderr
 
 
 def test_help_is_a_command_too() -> None:
