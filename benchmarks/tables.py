@@ -116,7 +116,7 @@ def render(record: dict[str, Any], name: str) -> str:
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
-    lines = ["| task | ckpttool | instead | | times as long | times the memory |", "|---|---|---|---|---|---|"]
+    lines = ["| task | ckpttool | instead | | how many times faster | memory: how many times less |", "|---|---|---|---|---|---|"]
     for row in SUMMARY:
         contestants = _comparison(record, row.benchmark, row.comparison)["contestants"]
         ours, peer = contestants[row.ours], contestants[row.peer]
@@ -164,12 +164,12 @@ def _comparison(record: dict[str, Any], benchmark: str, name: str) -> dict[str, 
 
 
 def _conditions(record: dict[str, Any], name: str) -> str:
-    used = [c for c in record["comparisons"] if name in {"summary", c["benchmark"]}]
-    commits = sorted({c["commit"] for c in used})
+    commits = sorted({c["commit"] for c in record["comparisons"] if name == c["benchmark"]})
+    of_commit = f" on commit {', '.join(commits)}" if commits else ""  # of the summary: docs/benchmarks.md has them
     m = record["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
     return (
-        f"Medians, measured on commit {', '.join(commits)} with {m['cores']} cores of {m['processor']}, "
+        f"Medians, measured{of_commit} with {m['cores']} cores of {m['processor']}, "
         f"{m['memory_gb']} GB of memory, {m['file_system']}, Python {m['python']}, {versions}. "
         "The ratios carry over to other machines better than the seconds."
     )
