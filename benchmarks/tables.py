@@ -112,7 +112,7 @@ def render(record: dict[str, Any], name: str) -> str:
         KeyError: The record has no such comparison.
     """
     lines = _summary(record) if name == "summary" else _benchmark(record, name)
-    return "\n".join([*lines, "", _conditions(record, name), ""])
+    return "\n".join([*lines, "", conditions(record, name), ""])
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
@@ -163,7 +163,7 @@ def _comparison(record: dict[str, Any], benchmark: str, name: str) -> dict[str, 
     raise KeyError(f"{RECORD}: no comparison {name!r} of {benchmark}; run benchmarks/record.py --only {benchmark}")
 
 
-def _conditions(record: dict[str, Any], name: str) -> str:
+def conditions(record: dict[str, Any], name: str) -> str:
     commits = sorted({c["commit"] for c in record["comparisons"] if name == c["benchmark"]})
     of_commit = f" on commit {', '.join(commits)}" if commits else ""  # of the summary: docs/benchmarks.md has them
     m = record["machine"]

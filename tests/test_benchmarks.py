@@ -121,7 +121,7 @@ def test_a_table_changes_with_the_record(tables: Any) -> None:
     assert "| 2.00 s | 4.00 |" in new
     assert "commit" not in new
     name = tables.SUMMARY[0].benchmark
-    assert "on commit abc" in tables._conditions(_record(tables, 2.0), name)
+    assert "on commit abc" in tables.conditions(_record(tables, 2.0), name)
     assert tables.updated(new, _record(tables, 2.0)) == new
     assert "| 3.00 s | 6.00 |" in tables.updated(new, _record(tables, 3.0))
 
