@@ -116,7 +116,8 @@ def render(record: dict[str, Any], name: str) -> str:
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
-    lines = ["| task | ckpttool | instead | | how many times faster | memory: how many times less |", "|---|---|---|---|---|---|"]
+    heading = "| task | ckpttool | instead | | how many times faster | memory: how many times less |"
+    lines = [heading, "|---|---|---|---|---|---|"]
     for row in SUMMARY:
         contestants = _comparison(record, row.benchmark, row.comparison)["contestants"]
         ours, peer = contestants[row.ours], contestants[row.peer]
@@ -164,6 +165,7 @@ def _comparison(record: dict[str, Any], benchmark: str, name: str) -> dict[str, 
 
 
 def conditions(record: dict[str, Any], name: str) -> str:
+    """Return the line on the machine and the releases of a table; of one benchmark also the commits."""
     commits = sorted({c["commit"] for c in record["comparisons"] if name == c["benchmark"]})
     of_commit = f" on commit {', '.join(commits)}" if commits else ""  # of the summary: docs/benchmarks.md has them
     m = record["machine"]
