@@ -177,7 +177,7 @@ def _tag_in(root: Place) -> str:
     if not is_name(tag):
         raise LayoutError(path, "does not name a tag", *_choose(root.tags))
     if not root.has_tag(tag):
-        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root.tags, tag))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root.tags))
     return tag
 
 

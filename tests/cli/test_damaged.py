@@ -108,7 +108,7 @@ UNREADABLE = [
     Case("both prefixes", ZERO2, lambda c: damage.name_as_fp16(optimizer_file(c, 1)),
          "global_step3", "mixes files of two saves: bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt and zero_pp_rank_1"),
     Case("latest names what is gone", ZERO2, lambda c: (c / "latest").write_text("global_step9"),
-         "latest", "names 'global_step9', which is not there; did you mean global_step3? choose one"),
+         "latest", "names 'global_step9', which is not there; choose one with --tag: global_step3"),
     Case("latest names a very long tag", ZERO2, lambda c: (c / "latest").write_text("x" * 100_000),
          "latest", "does not name a tag; choose one with --tag: global_step3"),
     Case("latest is empty", ZERO2, lambda c: (c / "latest").write_text(""),
