@@ -100,10 +100,12 @@ class Meter:
     Args:
         total: Bytes in total.
         callback: Receives the sum; None for none.
+        shown: Total to report: of bytes that are read twice each counts half. Default: ``total``.
     """
 
-    def __init__(self, total: int, callback: Progress | None) -> None:
+    def __init__(self, total: int, callback: Progress | None, shown: int | None = None) -> None:
         self.total = total
+        self.shown = total if shown is None else shown
         self.done = 0
         self._callback = callback
         self._lock = threading.Lock()
@@ -113,4 +115,4 @@ class Meter:
         with self._lock:
             self.done += nbytes
             if self._callback is not None:
-                self._callback(self.done, self.total)
+                self._callback(self.done * self.shown // max(self.total, 1), self.shown)

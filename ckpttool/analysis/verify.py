@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, CheckpointFile, State
-    from ckpttool.plan import ConsistencyChecks
     from ckpttool.storage import Reader
     from ckpttool.units import Advance, Progress
 
@@ -173,7 +172,9 @@ def _compare(
 ) -> tuple[int, int]:
     """Compare values and checksums; add errors, and return (checksums compared, records without one)."""
     checks = full_checks(checkpoint) if deep else sample_checks(checkpoint)
-    meter = Meter(_bytes_to_read(checkpoint, checks, deep=deep), progress)
+    # Weights and their copies are read again for the comparison of both.
+    read, again = checkpoint.nbytes if deep else 0, checks.nbytes
+    meter = Meter(read + again, progress, shown=read or again)
     checked = unrecorded = 0
     workers = jobs or default_jobs(remote=checkpoint.storage.remote)
     if deep:
@@ -192,11 +193,6 @@ def unplaced_files(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the files that identify neither their rank nor their parameter."""
     shards = any(file.kind == "shard" for file in checkpoint.files)
     return tuple(file.name for file in checkpoint.files if shards or file.kind in {"state", "swapped"})
-
-
-def _bytes_to_read(checkpoint: Checkpoint, checks: ConsistencyChecks, *, deep: bool) -> int:
-    """Return the bytes to read; bytes read twice count twice."""
-    return checks.nbytes + (checkpoint.nbytes if deep else 0)
 
 
 def _floating(state: State) -> bool:

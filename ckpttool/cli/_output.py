@@ -163,7 +163,7 @@ def _bar(what: str) -> Iterator[Progress]:
         if bar is None:
             if time.monotonic() - began < SECONDS_BEFORE_BAR:
                 return
-            bar = _started_bar(what)
+            bar = _started_bar(what, total)
         bar.update(bar.task_ids[0], completed=done, total=total)
 
     try:
@@ -173,13 +173,13 @@ def _bar(what: str) -> Iterator[Progress]:
             bar.stop()
 
 
-def _started_bar(what: str) -> Bar:
+def _started_bar(what: str, total: int) -> Bar:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.add_task(what)
+    bar.add_task(what, total=total)
     bar.start()
     return bar
 

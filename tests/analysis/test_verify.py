@@ -52,3 +52,13 @@ def test_a_deep_check_counts_values_that_are_not_finite(name: str, odd: float, t
     problems = [finding.problem for finding in ckpttool.verify(path.parent, deep=True).findings]
     counts = "1 NaN and 0" if math.isnan(odd) else "0 NaN and 1"
     assert problems == ([] if math.isfinite(odd) else [f"module of w has {counts} infinite values"])
+
+
+def test_the_progress_counts_the_bytes_of_the_files_though_some_are_read_twice() -> None:
+    told: list[tuple[int, int]] = []
+    checkpoint = source("zero2-dp2-bf16")
+    nbytes = ckpttool.inspect(checkpoint).nbytes
+    ckpttool.verify(checkpoint, deep=True, jobs=1, progress=lambda done, total: told.append((done, total)))
+    assert {total for _, total in told} == {nbytes}
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (nbytes, nbytes)
