@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.analysis.verify import PIECE_BYTES, _is_finite
 from ckpttool.dtypes import numpy_dtype
+from tests.truth import source
 
 if TYPE_CHECKING:
     from pathlib import Path
