@@ -11,6 +11,8 @@ from typing import Any
 from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
+IMPORTED = ("transformers.models.llama.modeling_llama", "transformers.trainer", "ckpttool.integrations.huggingface")
+"""What all runs import."""
 GLOBAL_BATCH = 6
 LINES, WORDS, LENGTH = 24, 32, 8
 STEPS, SAVED = 6, 3
@@ -19,10 +21,6 @@ STEPS, SAVED = 6, 3
 
 def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
-    from transformers import LlamaForCausalLM, Trainer  # noqa: F401  once, for all that are forked
-
-    import ckpttool.integrations.huggingface  # noqa: F401  the same
-
     run_jobs(jobs, _train)
 
 
