@@ -57,7 +57,8 @@ def use() -> None:
     begin = RayParams.__init__
 
     def with_this_script(self: Any, *arguments: Any, **options: Any) -> None:
-        unused = {"include_log_monitor": False, "no_monitor": True}  # it reads all logs again and again
+        # The monitor of logs reads all of them again and again, to print them where they are asked for.
+        unused = {"include_log_monitor": bool(os.environ.get("CKPTTOOL_TEST_LOG")), "no_monitor": True}
         begin(self, *arguments, **{**options, **unused, "setup_worker_path": __file__})
 
     RayParams.__init__ = with_this_script
