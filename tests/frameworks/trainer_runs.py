@@ -5,6 +5,7 @@ Losses, warnings and folders of each run are in ``facts.json`` of its directory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -21,6 +22,10 @@ STEPS, SAVED = 6, 3
 
 def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
+    with contextlib.suppress(ImportError):  # not in transformers 4
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, or each run does at its first save
     run_jobs(jobs, _train)
 
 
