@@ -1,17 +1,28 @@
-"""Fork processes from one that has imported DeepSpeed: importing it takes ten seconds of CPU.
+"""Fork processes from one that has imported DeepSpeed: importing it takes seconds of CPU.
 
-Each line of standard input is a call: the directory that describes it, where also goes what it prints, and its
-environment. The answer is a line with its exit status. The process ends with its standard input.
+Each line of standard input is a call: the directory that describes it, where also goes what it prints, its
+environment, and modules to import before. The answer is a line with its exit status. The process ends with its
+standard input.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests import forked
+
+IMPORTED = (
+    *(f"ckpttool.integrations.deepspeed.{n}" for n in ("capture", "inject", "load", "manager", "restorable", "stage0")),
+    "ckpttool.integrations.torch.sampler", "deepspeed.comm.mori", "deepspeed.utils.pin_memory",
+    "deepspeed.runtime.superoffload.superoffload_stage3", "torch._subclasses.schema_check_mode",
+    "torch.profiler._cupti_monitor", "torch.utils.serialization", "torchdata.stateful_dataloader",
+)  # fmt: skip
+"""What most ranks import, beside what ``preload`` does."""
 
 
 def _serve() -> tuple[str, dict[str, str]] | None:
@@ -19,9 +30,16 @@ def _serve() -> tuple[str, dict[str, str]] | None:
     import pytest  # noqa: F401  the modules of tests import it
     from recipes import common
 
+    # Each optimizer of DeepSpeed on the CPU asks for the processor's vendor, for a warning: it takes two seconds.
+    cpuinfo: Any = importlib.import_module("cpuinfo")
+    cpuinfo.get_cpu_info = dict
+    for name in IMPORTED:
+        importlib.import_module(name)
     common.preload()
     for line in iter(sys.stdin.readline, ""):
-        directory, environment = json.loads(line)
+        directory, environment, modules = json.loads(line)
+        for name in modules:
+            importlib.import_module(name)
         child = os.fork()
         if not child:
             return directory, environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import itertools
@@ -41,10 +42,15 @@ SECONDS = 600
 """How long one thing may take before it counts as stuck, on a machine with much else to do."""
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
+def call(function: Callable[..., Any], *arguments: Any, imports: Sequence[str] = ()) -> Any:
     """Call a function of a module in a process of its own that has imported DeepSpeed; return what it returns.
 
     Arguments and result are pickled. The process has this one's environment.
+
+    Args:
+        function: The function.
+        arguments: Its arguments.
+        imports: Modules that the process has imported too; once for all calls of tests of this process.
     """
     path = [str(HERE.parent), str(HERE.parent / "fixtures"), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryDirectory() as name:
@@ -58,7 +64,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
             "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
         }
         (directory / "call").write_bytes(pickle.dumps((_name(function), arguments)))
-        status = _fork_server(environment["PYTHONPATH"]).run(directory, environment)
+        status = _fork_server(environment["PYTHONPATH"]).run(directory, environment, imports)
         printed, logged = ((directory / name).read_text(errors="replace") for name in ("stdout", "stderr"))
         assert status == 0, f"status {status}: {printed[-3000:]}\n{logged[-6000:]}"
         # It takes minutes, and for ever where another process was killed while it compiled the same.
@@ -90,10 +96,10 @@ def each_on_ranks(
         jobs: Each has an ``id`` and a ``world_size``. Those of one world size share their processes, unless they have
             another value of ``apart``; those of a later ``turn`` begin after all of the others.
         arguments: Further arguments of the function.
-        imports: Modules to import once, before ranks are forked.
+        imports: As of ``call``.
     """
     found: dict[Any, list[Any]] = {}
-    for results in call(_results_of_groups, _name(function), list(jobs), arguments, imports):
+    for results in call(_results_of_groups, _name(function), list(jobs), arguments, imports=imports):
         for result in results:
             for key, value in pickle.loads(result).items():
                 found.setdefault(key, []).append(value)
@@ -111,11 +117,11 @@ class _ForkServer:
         )  # fmt: skip
         atexit.register(self._end)
 
-    def run(self, directory: Path, environment: dict[str, str]) -> int:
-        """Do the call of a directory to its end; its exit status."""
+    def run(self, directory: Path, environment: dict[str, str], imports: Sequence[str]) -> int:
+        """Do the call of a directory to its end, where modules are imported; its exit status."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(directory), environment]) + "\n")
+        self._process.stdin.write(json.dumps([str(directory), environment, [*imports]]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the process that forks the others has ended"
@@ -157,11 +163,8 @@ def _find(name: tuple[str, str]) -> Callable[..., Any]:
 
 
 def _results_of_groups(
-    name: tuple[str, str], jobs: list[dict[str, Any]], arguments: tuple[Any, ...], imports: Sequence[str]
+    name: tuple[str, str], jobs: list[dict[str, Any]], arguments: tuple[Any, ...]
 ) -> list[list[bytes]]:
-    for module in imports:
-        importlib.import_module(module)
-
     def process(job: dict[str, Any]) -> tuple[int, int, str]:
         return job.get("turn", 0), job["world_size"], job.get("apart", "")
 
@@ -236,6 +239,7 @@ def fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # what was imported: engines at stage 3 call gc.collect
     return [_fork(body, rank, world_size, port) for rank in range(world_size)]
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
@@ -27,14 +26,12 @@ def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> 
         starts: Number of ranks of each start, and its command line: the path of a script or ``-m`` and a module,
             and arguments.
     """
-    forked.call(_run_all, imports, starts, directory)
+    forked.call(_run_all, starts, directory, imports=imports)
     return [(directory / f"log-{number}").read_text() for number in range(len(starts))]
 
 
-def _run_all(imports: list[str], starts: list[tuple[int, list[str]]], directory: Path) -> None:
+def _run_all(starts: list[tuple[int, list[str]]], directory: Path) -> None:
     directory.mkdir(exist_ok=True)
-    for name in imports:
-        importlib.import_module(name)
     for number, (ranks, command) in enumerate(starts):
         forked.run_ranks(ranks, partial(_run, command, directory / f"log-{number}"))
 

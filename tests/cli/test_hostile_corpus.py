@@ -156,7 +156,7 @@ def test_hostile_checkpoint_harms_nobody(name: str, tmp_path: Path) -> None:
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     commands = _commands(src, out)
     is_large = any(size > LARGE for size, _, _ in before[0].values())
-    commands = sampling.some(commands, 1 if is_large else 4 if name.startswith(PICKLES) else 7, key=name)
+    commands = sampling.some(commands, 1 if is_large else 3 if name.startswith(PICKLES) else 5, key=name)
     for command in commands:
         out.mkdir()
         done, memory = _in_child(lambda c=command: _limited(c, (str(src), str(out), *OURS)))  # type: ignore[misc]

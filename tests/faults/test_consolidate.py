@@ -88,7 +88,7 @@ def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Pa
     assert _consolidate(run, root, recorded).code == 0
     good = _contents(root / "out")
     assert {"open", "create", "pwrite", "preadv", "rename"} <= set(recorded.matched)
-    for at in sampling.some(range(len(recorded.matched)), 12, key=f"{run.id} {interrupts}"):
+    for at in sampling.some(range(len(recorded.matched)), 8, key=f"{run.id} {interrupts}"):
         before = _prepare(run, root)
         rule = Rule(fault, OF_COMMANDS, when=is_no_cleanup, nth=at + 1)
         done = _consolidate(run, root, rule)
@@ -233,7 +233,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_output_or_none(run: Run, fails: 
     names = [at for at, name in enumerate(recorded.matched) if name in {"rename", "unlink", "rmdir"}]
     every = range(len(recorded.matched))
     key = f"{run.id} {fails}"
-    for at in sorted({*sampling.some(names, 8, key=key), *sampling.some(every, 6, key=key)}):
+    for at in sorted({*sampling.some(names, 4, key=key), *sampling.some(every, 3, key=key)}):
         before = prepare()
         if (child := os.fork()) == 0:
             with contextlib.suppress(BaseException):

@@ -10,6 +10,8 @@ from typing import Any
 from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
+IMPORTED = ("accelerate", "transformers", "ckpttool.integrations.accelerate")
+"""What all runs import: Accelerate itself imports Transformers when it prepares a model."""
 WIDTH, ROWS, GLOBAL_BATCH = 8, 24, 6
 STEPS, SAVED = 6, 3
 """An epoch has four steps; the save is within it."""
@@ -17,11 +19,6 @@ STEPS, SAVED = 6, 3
 
 def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
-    import accelerate  # noqa: F401  once, for all that are forked
-    import transformers  # noqa: F401  Accelerate imports it when it prepares a model
-
-    import ckpttool.integrations.accelerate  # noqa: F401  the same
-
     run_jobs(jobs, _train)
 
 

@@ -10,20 +10,21 @@ from tests import forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 
 class Jobs:
     """The jobs of a test module.
 
     Args:
-        run: Function of a module that runs them.
+        runs: A module with a function ``run`` that runs them, and the names of the modules that it imports.
         directory: Directory of all jobs.
         paths: Returns values of a job for its own directory.
     """
 
-    def __init__(self, run: Callable[..., None], directory: Path, paths: Callable[[Path], dict[str, Any]]) -> None:
+    def __init__(self, runs: ModuleType, directory: Path, paths: Callable[[Path], dict[str, Any]]) -> None:
         self.directory = directory
-        self._run = run
+        self._runs = runs
         self._paths = paths
         self._jobs: list[dict[str, Any]] = []
 
@@ -37,7 +38,7 @@ class Jobs:
     def run(self) -> dict[str, Any]:
         """Run the jobs that were added since the last turn; return the facts of each by name."""
         jobs, self._jobs = self._jobs, []
-        forked.call(self._run, jobs)
+        forked.call(self._runs.run, jobs, imports=self._runs.IMPORTED)
         found = {}
         for job in jobs:
             facts = json.loads((Path(job["out"]) / "facts.json").read_text())

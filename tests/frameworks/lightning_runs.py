@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.frameworks.runs import note_loss, run_jobs
 
+IMPORTED = ("ckpttool.integrations.lightning",)
+"""What all runs import."""
 WIDTH, ROWS, GLOBAL_BATCH = 8, 24, 6
 STEPS, SAVED = 8, 4
 """An epoch has four steps, and ends with a save."""
@@ -18,8 +20,6 @@ STEPS, SAVED = 8, 4
 def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
     from recipes import lightning
-
-    import ckpttool.integrations.lightning  # noqa: F401  once, for all that are forked
 
     lightning.run_on_cpu()
     run_jobs(jobs, _train)

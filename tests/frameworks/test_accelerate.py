@@ -30,7 +30,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     """The facts of all runs, by name."""
     directory = tmp_path_factory.mktemp("accelerate")
     jobs = Jobs(
-        accelerate_runs.run, directory,
+        accelerate_runs, directory,
         lambda out: {"project": str(out), "folder": str(out / "step_{}"), "prepare": {}},
     )  # fmt: skip
     add = jobs.add

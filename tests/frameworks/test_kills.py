@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lightning": {"load": "newest", "keep": 3, "saves": {"async_save": True}},
 }  # fmt: skip
 """By framework: how its jobs save and resume."""
-RUN = {"trainer": trainer_runs.run, "accelerate": accelerate_runs.run, "lightning": lightning_runs.run}
+RUNS = {"trainer": trainer_runs, "accelerate": accelerate_runs, "lightning": lightning_runs}
 
 
 @pytest.fixture(
@@ -61,7 +61,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: TempPathFactory) -> d
         paths = {"out": str(out), "output_dir": str(out / "run"), "run": str(out / "run"), "project": str(out)}
         common = {"id": name, "world_size": 2, "steps": STEPS[framework], "notes": True, **paths}
         jobs.append({**common, **OPTIONS[framework], **values})
-    forked.call(RUN[framework], jobs)
+    forked.call(RUNS[framework].run, jobs, imports=RUNS[framework].IMPORTED)
     return {
         job["id"]: {
             **json.loads((Path(job["out"]) / "facts.json").read_text()), "noted": noted_losses(job), "out": job["out"],

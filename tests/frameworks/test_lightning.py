@@ -31,7 +31,7 @@ TESTED = sampling.some([(2, 3), (3, 2)], 1)
 def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     """The facts of all runs, by name."""
     directory = tmp_path_factory.mktemp("lightning")
-    jobs = Jobs(lightning_runs.run, directory, lambda out: {"run": str(out / "run"), "saves": {}})
+    jobs = Jobs(lightning_runs, directory, lambda out: {"run": str(out / "run"), "saves": {}})
     add = jobs.add
     for stage in SAME:
         add(f"dropout{stage}", stage, 2, dropout=0.5, saves={"async_save": True})

@@ -180,7 +180,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("trainer")
     with server.running() as endpoint:
         server.client(endpoint).create_bucket(Bucket="runs")
-        jobs = Jobs(trainer_runs.run, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}})
+        jobs = Jobs(trainer_runs, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}})
         _first_jobs(jobs, endpoint)
         found = jobs.run()
         _resumes(jobs, endpoint)

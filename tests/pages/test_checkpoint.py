@@ -67,7 +67,7 @@ PIXELS = """() => {
 """Number of extents whose colour is in the picture where they should be, and of those where another one is."""
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", some(FIXTURES, 5))
 def test_every_extent_is_drawn(name: str, opened: Open) -> None:
     checkpoint = api.inspect(source(name))
     page = opened(checkpoint_page(checkpoint))
@@ -282,7 +282,7 @@ def _hostile(name: str) -> api.Checkpoint:
 
 
 def test_hostile_names_run_nothing(opened: Open) -> None:
-    for number, name in enumerate(some(HOSTILE, 6)):
+    for number, name in enumerate(some(HOSTILE, 4)):
         page = opened(checkpoint_page(_hostile(name)))
         page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
         page.page.focus("figure canvas")

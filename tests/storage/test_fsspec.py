@@ -217,7 +217,7 @@ READS: dict[str, Action] = {
 }
 
 
-@pytest.mark.parametrize("fault", sampling.some(READS, 6))
+@pytest.mark.parametrize("fault", sampling.some(READS, 4))
 def test_every_read_may_fail_once(fault: str, run: str, proxy: Proxy) -> None:
     rule = proxy.add(READS[fault], "get_object", each=True)
     other = proxy.add(READS[fault], "list_objects_v2", each=True) if fault in {"500", "503", "before"} else rule
@@ -252,7 +252,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert all(r.sent < whole for r in proxy.requests("get_object"))
 
 
-@pytest.mark.parametrize("fault", sampling.some([k for k in READS if k != "timeout"], 5, key="given up"))
+@pytest.mark.parametrize("fault", sampling.some([k for k in READS if k != "timeout"], 4, key="given up"))
 def test_a_read_that_always_fails_is_given_up(fault: str, run: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     rule = proxy.add(READS[fault], "get_object", "rank_2_mp_rank_00_optim", times=None)
     done = command("consolidate", run, tmp_path / "out", "--to", "torch", *SHORT)

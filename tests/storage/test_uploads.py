@@ -606,7 +606,7 @@ def test_a_kill_at_any_request_leaves_a_whole_output_or_none(how: str, weights: 
 
     count = _requests(proxy, run)
     whole = Remote(s3).files(out)
-    for nth in sampling.some(range(1, count + 1), 6, key=how):
+    for nth in sampling.some(range(1, count + 1), 4, key=how):
         for name in Remote(s3).files(out):
             s3.delete(f"out/{name}")
         _cut_off(proxy, nth, run)
@@ -633,7 +633,7 @@ def test_a_kill_while_replacing_leaves_no_mixture_not_even_after_another_failure
     assert old != new
     count = _requests(proxy, lambda: write(NEW))
     mixed = 0
-    for nth in sampling.some(range(1, count + 1), 8, key="replacing"):
+    for nth in sampling.some(range(1, count + 1), 5, key="replacing"):
         write(OLD)
         _cut_off(proxy, nth, lambda: write(NEW))
         left = Remote(s3).files(out)

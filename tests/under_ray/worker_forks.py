@@ -8,20 +8,26 @@ long as that does. It imports nothing that takes long, for it is itself started 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
 import runpy
+import select
 import selectors
 import signal
 import socket
 import sys
 import traceback
+import types
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+IMPORTED = ("ray._private.workers.default_worker", "ray.train.torch", "ray.train.v2.api.data_parallel_trainer")
+"""What workers import: once for all of a job, in the process that forks them."""
 VARIABLE = "CKPTTOOL_TEST_WORKER_FORKS"
 """Tells the script the number of the process that began it all: its socket has the name of that."""
 SOCKET = "\0ckpttool-worker-forks-{}"
@@ -32,12 +38,10 @@ def of_this_process() -> Iterator[None]:
     """Fork workers from what this process has imported, for raylets that it or a child of it starts meanwhile."""
     assert "ray" not in sys.modules, "Ray reads its environment when it is imported, and draws names at random"
     os.environ[VARIABLE] = str(os.getpid())
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(SOCKET.format(os.getpid()))
-    listening.listen(64)
+    listening = _listening(SOCKET.format(os.getpid()))
     forker = os.fork()
     if not forker:
-        _end_by(partial(_serve, listening))
+        _end_by(partial(_serve_jobs, listening))
     listening.close()
     try:
         yield
@@ -53,7 +57,9 @@ def use() -> None:
     begin = RayParams.__init__
 
     def with_this_script(self: Any, *arguments: Any, **options: Any) -> None:
-        begin(self, *arguments, **{**options, "setup_worker_path": __file__})
+        # The monitor of logs reads all of them again and again, to print them where they are asked for.
+        unused = {"include_log_monitor": bool(os.environ.get("CKPTTOOL_TEST_LOG")), "no_monitor": True}
+        begin(self, *arguments, **{**options, **unused, "setup_worker_path": __file__})
 
     RayParams.__init__ = with_this_script
 
@@ -64,22 +70,60 @@ def use() -> None:
 def _ask(arguments: list[str]) -> None:
     """Have a worker forked, and end with it."""
     asked = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd()}
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(SOCKET.format(os.environ[VARIABLE]))
-        connection.sendall(json.dumps(asked).encode() + b"\n")
-        connection.recv(1)
+    name: str | bytes = SOCKET.format(os.environ[VARIABLE])
+    for _ in range(2):  # the first answers with the name of the other, which closes the connection at the end
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(name)
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            name = connection.recv(100)
 
 
 # ------------------------------------------------------------------------------------------------- what forks
 
 
-def _serve(listening: socket.socket) -> None:
-    """Fork a worker for each that connects: a script that ends with its worker, or whose end ends the worker."""
+def _serve_jobs(listening: socket.socket) -> None:
+    """Tell each script that connects which process forks the workers of its job."""
+    parent, known = os.getppid(), set[str]()
+    while os.getppid() == parent:
+        if not select.select([listening], [], [], 1.0)[0]:
+            continue
+        connection, _ = listening.accept()
+        with connection, connection.makefile() as lines:
+            if not (line := lines.readline()):  # killed before it could ask
+                continue
+            environment = json.loads(line)["environment"]
+            name = f"{SOCKET.format(os.getpid())}-{environment.get('RAY_JOB_ID')}"
+            if name not in known:
+                known.add(name)
+                own = _listening(name)
+                if not os.fork():
+                    listening.close()
+                    connection.close()
+                    _end_by(partial(_serve, own, environment))
+                own.close()
+            connection.sendall(name.encode())
+
+
+def _listening(name: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(name)
+    listening.listen(64)
+    return listening
+
+
+def _serve(listening: socket.socket, environment: dict[str, str]) -> None:
+    """Fork a worker of a job for each that connects: a script that ends with it, or whose end ends the worker."""
+    os.environ.clear()
+    os.environ.update(environment)  # Ray reads the job's number when it is imported
+    with _without_draws():
+        for name in IMPORTED:
+            importlib.import_module(name)
+    gc.freeze()
     parent, workers = os.getppid(), dict[socket.socket, int]()
     waiting = selectors.DefaultSelector()
     waiting.register(listening, selectors.EVENT_READ)
     while os.getppid() == parent:
-        for key, _ in waiting.select(0.1):
+        for key, _ in waiting.select(0.1 if workers else 1.0):
             if key.data is not None:
                 waiting.unregister(key.fileobj)
                 os.kill(workers[key.data], signal.SIGKILL)
@@ -107,6 +151,17 @@ def _serve(listening: socket.socket) -> None:
                 connection.close()
 
 
+@contextlib.contextmanager
+def _without_draws() -> Iterator[None]:
+    """Let Ray's modules take random numbers of the system: else all workers would draw the same ones after a fork."""
+    import ray.actor as module
+
+    kind = module.ActorClassID
+    module.ActorClassID = types.SimpleNamespace(from_random=lambda: kind(os.urandom(kind.size())))
+    yield
+    module.ActorClassID = kind
+
+
 def _end_by(work: Callable[[], None]) -> NoReturn:
     """Do a thing that ends this forked process."""
     status = 1
@@ -129,7 +184,7 @@ def _become(asked: dict[str, Any]) -> None:
     os.chdir(asked["directory"])
     os.environ.clear()
     os.environ.update(asked["environment"])
-    from ray._private.utils import update_envs  # not before: Ray reads the environment when it is imported
+    from ray._private.utils import update_envs
 
     context, script = "--serialized-runtime-env-context=", []
     for argument in asked["arguments"]:
