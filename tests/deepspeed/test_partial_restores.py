@@ -77,6 +77,7 @@ def _restores(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     root = directory / job["id"]
     saved = _engine(job, 0)
     engines.step(saved, 3)
+    saved.skipped_steps = 2
     state = {"epoch": 7, "names": ["a"]}
     manager = CheckpointManager(root)
     manager.save(saved, client_state=state)
