@@ -46,6 +46,7 @@ from ckpttool.integrations.deepspeed.folders import (
     is_weights,
     read_files,
     set_rng_of,
+    show_log,
 )
 from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
@@ -334,6 +335,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self.restored: LoadReport | None = None
         """Report of the last resume of this rank."""
         install(CkptCallback, _HANDLERS)
+        show_log()
 
     def wait(self) -> None:
         """Wait until the running save is committed and the exports are written; call it on every rank.

@@ -70,6 +70,20 @@ _POSSIBLE = (
 """Patterns in hints of ``ckpttool.load``, and the hints in their place where a framework loads."""
 
 
+def show_log() -> None:
+    """Write the log of ckpttool to stderr, unless the program has configured logging.
+
+    The user of a trainer sees resumes, commits and exports among its lines. Ranks after the first log only warnings.
+    """
+    log = logging.getLogger("ckpttool")
+    if log.hasHandlers() or log.level:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ckpttool: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.WARNING if int(os.environ.get("RANK") or 0) else logging.INFO)
+
+
 class Folders:
     """Saves and loads checkpoints, each in a folder of its own; make one on every rank, with the same arguments.
 
