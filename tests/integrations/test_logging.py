@@ -5,26 +5,27 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import pytest
-
 from ckpttool.integrations.deepspeed.folders import show_log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import pytest
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The logger, as in a program that has configured nothing."""
+def _bare(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """The logger, as in a program that has configured nothing; pytest adds handlers of its own before a test."""
     log = logging.getLogger("ckpttool")
-    monkeypatch.setattr(log, "propagate", False)  # pytest has a handler at the root
+    monkeypatch.setattr(log, "propagate", False)
     monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "level", logging.NOTSET)
     monkeypatch.delenv("RANK", raising=False)
-    yield log
-    log.setLevel(logging.NOTSET)
+    log.manager._clear_cache()  # type: ignore[attr-defined]
+    return log
 
 
-def test_the_first_rank_shows_saves_and_restores(log: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_rank_shows_saves_and_restores(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _bare(monkeypatch)
     show_log()
     show_log()  # by a second callback
     logging.getLogger("ckpttool.integrations").info("saved %s", "step 3")
@@ -32,9 +33,8 @@ def test_the_first_rank_shows_saves_and_restores(log: logging.Logger, capsys: py
     assert capsys.readouterr().err == "ckpttool: saved step 3\n"
 
 
-def test_other_ranks_show_warnings_alone(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_ranks_show_warnings_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _bare(monkeypatch)
     monkeypatch.setenv("RANK", "1")
     show_log()
     logging.getLogger("ckpttool.integrations").info("saved")
@@ -42,7 +42,8 @@ def test_other_ranks_show_warnings_alone(
     assert capsys.readouterr().err == "ckpttool: skipped\n"
 
 
-def test_a_configured_log_is_left_alone(log: logging.Logger) -> None:
+def test_a_configured_log_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = _bare(monkeypatch)
     handler = logging.NullHandler()
     log.addHandler(handler)
     show_log()
