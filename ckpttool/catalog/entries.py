@@ -137,7 +137,8 @@ class CatalogEntry:
     rank: int = 0
     """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
     series: str = ""
-    """Differs between checkpoints of different models, and of the models of one save; "" if it is unknown."""
+    """Differs between checkpoints of different models, of the models of one save, and between a tag and the folder of a
+    trainer; "" if it is unknown."""
     sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
     """The names of its files, with "#" for each number."""
     best: bool = False
@@ -425,7 +426,9 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         torn=torn,
         being_saved=being_saved,
         state=state,
-        series=series(checkpoint) if checkpoint else "",
+        series=""
+        if checkpoint is None
+        else series(checkpoint) + ("" if checkpoint.location == path else " in a folder"),
         sorts=sorts,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
