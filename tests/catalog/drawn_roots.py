@@ -73,7 +73,7 @@ class Item:
 
 
 def is_complete(path: Path, pristine: bytes) -> bool:
-    """Return whether torch could read a file: an archive with the size and the directory of the one that was written."""
+    """Return whether torch could read a file: an archive with the size of the one that was written, and a directory."""
     data = path.read_bytes()
     return data == pristine or (len(data) == len(pristine) and zipfile.is_zipfile(path))
 
