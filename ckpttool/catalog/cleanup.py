@@ -28,8 +28,7 @@ from ckpttool.commit.marks import (
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
 from ckpttool.formats.nested import why_kept
-from ckpttool.formats.scan import Found, named_tag, pattern_of, scan, trainer_folders
-from ckpttool.formats.series import series
+from ckpttool.formats.scan import Found, named_tag, scan, trainer_folders
 from ckpttool.messages import printable
 from ckpttool.storage import (
     MARK,
@@ -45,9 +44,8 @@ from ckpttool.storage.base import PINNED, SET_ASIDE, WHOLE, PinnedError
 from ckpttool.storage.safe_files import PARTIAL, is_temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable
 
-    from ckpttool.catalog.entries import CatalogEntry
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.storage import Storage, WritableStorage
 
@@ -187,7 +185,7 @@ def changed_since(storage: Storage, path: str, state: str, root: str | None = No
 
 def _decisions(storage: WritableStorage, root: str, found: Iterable[Found], rules: Rules) -> list[Decision]:
     """Return the decisions about checkpoints to remove or to thin; none while the newest one cannot be opened."""
-    entries = _with_series(storage, committed(storage, root, found))
+    entries = committed(storage, root, found)
     if rules.best is not None:
         metric = parse_best(rules.best)[0]
         if not any(e.whole and math.isfinite(e.metrics.get(metric, math.nan)) for e in entries):
@@ -205,19 +203,6 @@ def _decisions(storage: WritableStorage, root: str, found: Iterable[Found], rule
         LOG.warning("no checkpoint was removed, because the newest one cannot be read: %s", error)
         return []
     return doomed
-
-
-def _with_series(storage: Storage, entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    """Tell the models of commits apart whose manifests have no digests: by the newest of each pattern of names."""
-    unknown = [entry for entry in entries if not entry.series and entry.whole]
-    newest = {pattern_of(entry.name): entry for entry in sorted(unknown, key=lambda entry: entry.rank)}
-    models: dict[str, str] = {}
-    for pattern, entry in newest.items() if len(newest) > 1 else ():
-        try:
-            models[pattern] = ", ".join(map(series, open_every(storage, entry.path)))
-        except CkptError:
-            models[pattern] = pattern
-    return [e if e.series else replace(e, series=models.get(pattern_of(e.name), "")) for e in entries]
 
 
 def left_over(found: Iterable[Found], *, grace: float) -> dict[str, str]:
