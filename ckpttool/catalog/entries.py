@@ -304,7 +304,7 @@ def _with_series(storage: Storage, found: Sequence[_Listed]) -> list[_Listed]:
 
 
 def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
-    """Return the entries with their ranks: of each model, those in its own order.
+    """Return the entries with their ranks; the entries of each model are in its own order.
 
     What ``latest`` names shows which checkpoints of its own model were abandoned, not those of another.
     """
