@@ -306,7 +306,7 @@ def _with_series(storage: Storage, found: Sequence[_Listed]) -> list[_Listed]:
 def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
     """Return the entries with their ranks; the entries of each model are in its own order.
 
-    What ``latest`` names shows which checkpoints of its own model were abandoned, not those of another.
+    What ``latest`` names shows which checkpoints of its own model were abandoned, and nothing about another model.
     """
     ordered = sorted(found, key=lambda one: one.entry.order, reverse=True)
     saved = [one.saved for one in ordered]
