@@ -21,7 +21,7 @@ from ckpttool.commit.manifest import commit_directory, read_manifest, size_probl
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import open_checkpoint, open_every
 from ckpttool.formats.layouts import (
     MAX_TAG,
     METRICS_OF_RAY,
@@ -143,7 +143,8 @@ class CatalogEntry:
     rank: int = 0
     """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
     series: str = ""
-    """Differs between checkpoints of different models, and of the models of one save; "" if it is unknown."""
+    """Differs between checkpoints of different models, of the models of one save, and between a tag and the folder of a
+    trainer; "" if it is unknown."""
     sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
     """The names of its files, with "#" for each number."""
     best: bool = False
@@ -253,7 +254,8 @@ def _of_save(model: _Listed) -> _Listed:
 def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[CatalogEntry]:
     """Describe the commits of a root by their manifests, older ones first.
 
-    Does not open their files: a checkpoint is not whole if a file has another size than in the manifest.
+    Does not open their files: a checkpoint is not whole if a file has another size than in the manifest. Only without
+    digests, the newest of each pattern of names is opened, if there are several.
 
     Args:
         storage: Storage of the root.
@@ -297,15 +299,38 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                 Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
         )
-    return sorted((one.entry for one in _ranked(listed)), key=lambda entry: entry.order)
+    return sorted((one.entry for one in _ranked(_with_series(storage, listed))), key=lambda entry: entry.order)
+
+
+def _with_series(storage: Storage, found: Sequence[_Listed]) -> list[_Listed]:
+    """Tell the models of commits apart whose manifests have no digests: by the newest of each pattern of names."""
+    unknown = [one for one in found if not one.entry.series and one.entry.whole]
+    newest = {pattern_of(one.saved.name): one for one in sorted(unknown, key=lambda one: one.saved.number)}
+    models: dict[str, str] = {}
+    for pattern, one in newest.items() if len(newest) > 1 else ():
+        try:
+            models[pattern] = ", ".join(map(series, open_every(storage, one.entry.path)))
+        except CkptError:
+            models[pattern] = pattern
+    own = {one.saved.name: one.entry.series or models.get(pattern_of(one.saved.name), "") for one in found}
+    return [one._replace(entry=replace(one.entry, series=own[one.saved.name])) for one in found]
 
 
 def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
-    """Return the entries with their ranks."""
+    """Return the entries with their ranks; the entries of each model are in its own order.
+
+    What ``latest`` names shows which checkpoints of its own model were abandoned, and nothing about another model.
+    """
     ordered = sorted(found, key=lambda one: one.entry.order, reverse=True)
     saved = [one.saved for one in ordered]
     named = next((one.entry.name for one in ordered if one.entry.latest and one.entry.format != "universal"), "")
     ranks = {one.name: rank for rank, one in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
+    model_of = {one.saved.name: one.entry.series for one in ordered}
+    models = {*model_of.values()} - {""}
+    for model in models if len(models) > 1 else ():
+        own = [one for one in saved if model_of[one.name] in {model, ""}]
+        names = [one.name for one in newest_first(own, last_after(own, named)) if model_of[one.name] == model]
+        ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
     return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in ordered]
 
 
@@ -438,7 +463,9 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         torn=torn,
         being_saved=being_saved,
         state=state,
-        series=series(checkpoint) if checkpoint else "",
+        series=""
+        if checkpoint is None
+        else series(checkpoint) + ("" if checkpoint.location == path else " in a folder"),
         sorts=sorts,
     )
     marked = storage.exists(posixpath.join(directory, MARK))

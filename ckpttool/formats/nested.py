@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 from ckpttool.commit.marks import own_directories
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_every
-from ckpttool.formats.layouts import WEIGHTS, is_below_step, is_part
+from ckpttool.formats.layouts import WEIGHTS, Place, is_below_step, is_part
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -21,8 +23,9 @@ def others_below(storage: Storage, path: str) -> list[str]:
     """Return the checkpoints below the directory of a checkpoint that are not its own, relative to it.
 
     Its own are those that a reader opens at the path: of a trainer's folder, or of each of several engines. If it
-    cannot be opened, the ones nearest to the path are. Weights alone are another checkpoint only below a directory that
-    has the name of a step, or below a tag: trainers write adapters and parts of a model into subdirectories.
+    cannot be opened, the tags that ``latest`` names are, or else the ones nearest to the path. Weights alone are
+    another checkpoint only below a directory that has the name of a step, or below a tag: trainers write adapters and
+    parts of a model into subdirectories.
 
     Raises:
         StorageError: A directory cannot be listed.
@@ -41,10 +44,17 @@ def others_below(storage: Storage, path: str) -> list[str]:
     try:
         own = {d.removeprefix(path).strip("/") for one in open_every(storage, path) for d in _directories(one)}
     except CkptError:
-        nearest = min((name.count("/") if name else -1 for name in holding), default=-1)
-        own = {name for name in holding if (name.count("/") if name else -1) == nearest}
+        tags = [name for name in holding if any(map(is_of_tag, files_of[name]))]
+        own = _own_of_torn(Place(storage, path), tags or holding)
     above = {part for name in own for part in _prefixes(name)}  # the manifest of several engines is above them
     return sorted(name for name in below if name not in own | above)
+
+
+def _own_of_torn(here: Place, holding: Sequence[str]) -> set[str]:
+    """Return the directories of a checkpoint that cannot be opened: of the tags that are named, or else the nearest."""
+    named = {*here.of_one_save, *([here.pointer.tag] if here.pointer is not None else [])} & {*holding}
+    nearest = min((name.count("/") if name else -1 for name in holding), default=-1)
+    return named or {name for name in holding if (name.count("/") if name else -1) == nearest}
 
 
 def _directories(checkpoint: Checkpoint) -> set[str]:

@@ -6,9 +6,10 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from ckpttool.checksums import crc32
+from ckpttool.commit import split_directory
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import OWN_WEIGHTS, RESTORE
-from ckpttool.formats.scan import Found, natural_order, scan
+from ckpttool.formats.scan import Found, natural_order, scan, step_of_folder, trainer_folders
 from ckpttool.formats.zero.files import parse_name
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def cut_off(storage: Storage, checkpoint: Checkpoint, open_: Callable[[str], Checkpoint]) -> LayoutError | None:
-    """Return an error if another checkpoint of the model in the same root has files of the optimizer, and this has not.
+    """Return an error if another checkpoint of the model has files of the optimizer, and this one has none.
+
+    Those in the same root are asked, and those in the other folders of a trainer.
 
     DeepSpeed writes those files last, so that a killed save or copy leaves none; releases before 0.6 record nowhere
     that there should be any.
@@ -77,16 +80,21 @@ def cut_off(storage: Storage, checkpoint: Checkpoint, open_: Callable[[str], Che
     """
     try:
         found = scan(storage, checkpoint.root, depth=1)
+        above, folder = split_directory(checkpoint.root)
+        if step_of_folder(folder) is not None:
+            folders = trainer_folders(scan(storage, above, depth=1))
+            found += [one for each in folders for one in scan(storage, each.path, depth=1)]
     except CkptError:
         return None  # the tag alone may be readable
-    beside = [one for one in found if one.tag != checkpoint.tag and _has_files(one)]
-    for one in sorted(beside, key=lambda one: natural_order(one.tag), reverse=True)[:MAX_COMPARED]:
+    beside = [one for one in found if one.path != checkpoint.location and _has_files(one)]
+    for one in sorted(beside, key=lambda one: natural_order(one.path), reverse=True)[:MAX_COMPARED]:
         try:
             same = series(open_(one.path)) == series(checkpoint)
         except CkptError:
             continue
         if same:
-            problem = f"has no files of the optimizer, but {posixpath.basename(one.path)} has: it may be cut off"
+            name = one.tag if one.root == checkpoint.root else posixpath.join(posixpath.basename(one.root), one.tag)
+            problem = f"has no files of the optimizer, but {name} has: it may be cut off"
             return LayoutError(checkpoint.location, problem, RESTORE + OWN_WEIGHTS, ("weights_from",))
     return None
 

@@ -18,6 +18,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import SeveralModelsError
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, open_storage
+from tests.catalog.drawn_roots import MODELS, commit
 from tests.saving.checkpoints import save_version
 from tests.truth import source
 from tests.wording import refused
@@ -151,6 +152,14 @@ def test_a_rotation_keeps_the_newest_of_each_model(tmp_path: Path) -> None:
         _as_of_model(tmp_path, f"{model}{number}", model)
     maintain(LOCAL, str(tmp_path), Rules(last=1), grace=0)
     assert _left(str(tmp_path)) == {"actor3", "critic5"}
+
+
+def test_latest_of_another_model_abandons_nothing(tmp_path: Path) -> None:
+    for step in (1, 4):
+        commit(tmp_path, f"disc_step{step}", step, MODELS["b"])
+    _make(tmp_path, {"global_step3": "zero2-dp2-bf16-sgd"}, "global_step3")
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert _left(str(tmp_path)) == {"disc_step4", "global_step3"}
 
 
 def test_the_error_has_the_directories(tmp_path: Path) -> None:

@@ -76,6 +76,20 @@ def test_only_checkpoints_of_the_same_model_show_that_files_lack(name: str, tmp_
     assert "the optimizer was not saved" in ckpttool.inspect(root).remarks
 
 
+@pytest.mark.parametrize("name", SILENT)
+def test_the_folders_of_a_trainer_are_asked(name: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(Path(source(name)) / "global_step3", tmp_path / f"checkpoint-{step}" / f"global_step{step}")
+        (tmp_path / f"checkpoint-{step}" / "latest").write_text(f"global_step{step}")
+    for path in (tmp_path / "checkpoint-2").rglob("*optim_states.pt"):
+        path.unlink()
+    assert [e.whole for e in ckpttool.ls(tmp_path).entries] == [True, False]
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert (tmp_path / "checkpoint-1").is_dir()
+    with pytest.raises(LayoutError, match="but checkpoint-1/global_step1 has"):
+        ckpttool.inspect(tmp_path / "checkpoint-2")
+
+
 @pytest.mark.parametrize("where", ["s3"])
 def test_a_bucket_is_asked_alike(where: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     bucket: Bucket = request.getfixturevalue(where)

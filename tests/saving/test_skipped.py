@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import posixpath
 from typing import TYPE_CHECKING
 
@@ -19,10 +21,13 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, open_storage, walk
 from ckpttool.storage.base import DAMAGED
+from tests.faults.disks import CHANGES, Killed, watching
+from tests.faults.rules import Kill, Rule
 from tests.saving.checkpoints import SIDECARS, content, part, save_version, version, whole
 from tests.wording import refused
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ckpttool.storage import WritableStorage
@@ -138,6 +143,33 @@ def test_a_move_that_was_killed_goes_on(where: Where) -> None:
     moved = "step6.damaged.damaged" if storage.remote else "step6.damaged"
     assert _files(where, moved) == {**before, DAMAGED: b"why"}
     assert whole(root, storage) == {"step6": version(6), "step3": version(3)}
+
+
+@pytest.mark.slow
+def test_a_death_at_any_operation_loses_no_file_of_the_torn_one(
+    tmp_path: Path, crash_points: Callable[[int], None]
+) -> None:
+    tried = 0
+    for how in ("before", "after"):
+        for number in itertools.count(1):
+            where = LOCAL, str(tmp_path / f"{how}{number}")
+            _plain(where, "step3", 3)
+            _plain(where, "step6", 6, torn=True)
+            before = _files(where, "step6")
+            rule, skipped = Rule(Kill(how), CHANGES, nth=number), _skipped(where, "step6")
+            with watching(rule), contextlib.suppress(Killed):
+                _save(where, "step6", 6, skipped)
+            if not rule.done:
+                break
+            found = [one.tag for one in candidates(*where)]
+            if "step6" not in found:
+                _save(where, "step6", 6, None)
+            elif "step6" not in whole(where[1]):  # the next restore skips it again
+                _save(where, "step6", 6, _skipped(where, "step6"))
+            assert whole(where[1]) == {"step3": version(3), "step6": version(6)}, (how, number)
+            assert before.items() <= _files(where, "step6.damaged").items()
+            tried += 1
+    crash_points(tried)
 
 
 def test_what_was_repaired_or_is_unknown_stays(where: Where) -> None:

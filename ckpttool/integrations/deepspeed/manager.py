@@ -214,7 +214,8 @@ class CheckpointManager:
                 the first rank's counts.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             metrics: Numbers for ``keep_best``; the manifest gets the first rank's.
-            overwrite: Replace a checkpoint of that name.
+            overwrite: Replace a checkpoint of that name, unless it is pinned. One that ``restore`` has skipped as torn
+                or damaged is moved to ``TAG.damaged`` in any case.
             exclude_frozen_parameters: Leave them out, as ``engine.save_checkpoint`` does.
             save_latest: Name the checkpoint in ``latest``, as ``engine.save_checkpoint`` does.
             rank_state: This rank's own state, in a file of its own; on every rank or on none. Of the same types as
