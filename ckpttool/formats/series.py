@@ -9,14 +9,14 @@ from ckpttool.checksums import crc32
 from ckpttool.commit import split_directory
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import OWN_WEIGHTS, RESTORE
-from ckpttool.formats.scan import Found, natural_order, scan, step_of_folder, trainer_folders
+from ckpttool.formats.layouts import ACCELERATE, TRAINER, Place, step_in
+from ckpttool.formats.scan import Found, natural_order, scan
 from ckpttool.formats.zero.files import parse_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.formats.layouts import Place
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -81,9 +81,8 @@ def cut_off(storage: Storage, checkpoint: Checkpoint, open_: Callable[[str], Che
     try:
         found = scan(storage, checkpoint.root, depth=1)
         above, folder = split_directory(checkpoint.root)
-        if step_of_folder(folder) is not None:
-            folders = trainer_folders(scan(storage, above, depth=1))
-            found += [one for each in folders for one in scan(storage, each.path, depth=1)]
+        if step_in(folder, TRAINER, ACCELERATE) is not None:
+            found += [one for each in Place(storage, above).folders for one in scan(storage, each.path, depth=1)]
     except CkptError:
         return None  # the tag alone may be readable
     beside = [one for one in found if one.path != checkpoint.location and _has_files(one)]
