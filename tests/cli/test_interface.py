@@ -206,7 +206,9 @@ def test_everything_has_help(name: str, command: click.Command) -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"completion"}))
 def test_options_are_called_as_the_functions_parameters(name: str) -> None:
     """--json, --html and --debug are about printing, and so are inspect's views; the library has no such parameters."""
-    printing = {"as_json", "debug", "html", "view", "wide"} | ({*VIEW_FLAGS, "name"} if name == "inspect" else set())
+    printing = {"as_json", "debug", "html", "view", "wide", "quiet", "verbose"} | (
+        {*VIEW_FLAGS, "name"} if name == "inspect" else set()
+    )
     printing |= {"part", "ray_address"}  # further values of SRC and --ray
     function = python_inspect.signature(getattr(api, name)).parameters
     command = {p.name for p in _command(name).params}
