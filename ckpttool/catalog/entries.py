@@ -374,7 +374,7 @@ def _named(root: Place, names: Sequence[str] | None) -> tuple[set[str], list[str
     """Return the directories that the ``latest`` files of a root name, and the problems of those files."""
     found: set[str] = set()
     problems: list[str] = []
-    for pointer in filter(None, (root.latest, root.latest_universal)):
+    for pointer in filter(None, (root.latest, root.latest_universal, root.step_pointer)):
         latest, tag = posixpath.basename(pointer.path), pointer.tag
         if pointer.error is not None:
             problems.append(f"{latest} cannot be read: {pointer.error.problem}")
@@ -421,6 +421,8 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
                 return None
             errors.append(error)
         except CkptError as error:
+            if not holds_one and error.path in Place(storage, path).below():
+                return None  # a root further below, whose checkpoints nothing chooses among
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
         if checkpoint is not None and not holds_one and checkpoint.root in Place(storage, path).below():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpttool.commit.manifest import REPLACED
-from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.layouts import Place
+from ckpttool.errors import CkptError, LayoutError, StorageError
+from ckpttool.formats import open_checkpoint
+from ckpttool.formats.layouts import Place, is_name
 from ckpttool.formats.locate import refuse_several
-from ckpttool.formats.scan import Found, natural_order
-from ckpttool.messages import brief
+from ckpttool.formats.scan import Found, natural_order, pattern_of
+from ckpttool.messages import brief, name_some
 from ckpttool.storage.base import MISSING
 
 if TYPE_CHECKING:
@@ -148,9 +150,26 @@ def _entries(storage: Storage, root: str) -> list[Entry]:
 def _candidates(storage: Storage, root: str) -> list[Found]:
     here = Place(storage, root)
     found = {one.tag: one for one in here.saved}
-    saved = [Saved.of(tag, one.step, one.manifest, marked=one.marked) for tag, one in found.items()]
+    steps = _steps(storage, here.saved)
+    saved = [Saved.of(tag, steps[tag], one.manifest, marked=one.marked) for tag, one in found.items()]
     saved.sort(key=lambda one: natural_order(one.name), reverse=True)
     return [found[one.name] for one in newest_first(saved, here.newest)]
+
+
+def _steps(storage: Storage, found: Sequence[Found]) -> dict[str, int]:
+    """Return the steps of checkpoints by their tags; -1 if unknown.
+
+    The last number in the name of a tag is its step if all tags without a manifest have names of one pattern; else the
+    step that its files record.
+    """
+    steps = {one.tag: one.step for one in found}
+    plain = [one for one in found if not one.committed]
+    if len({pattern_of(one.tag) for one in plain}) > 1:
+        for one in plain:
+            with contextlib.suppress(CkptError):
+                recorded = open_checkpoint(one.path, storage=storage).step
+                steps[one.tag] = steps[one.tag] if recorded is None else recorded
+    return steps
 
 
 def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
@@ -190,6 +209,8 @@ def newest(storage: Storage, root: str) -> list[Found]:
         problem = contradiction(storage, root, found)
     if problem:
         LOG.warning("%s: %s; resuming from %s", root, problem, found[0].tag if found else "nothing")
+    elif not found and (below := Place(storage, root).below()):
+        LOG.warning("%s: holds no checkpoint itself, but %s; nothing is restored", root, name_some(below, 5))
     return found
 
 
@@ -199,8 +220,10 @@ def contradiction(storage: Storage, root: str, found: Sequence[Found]) -> str:
     latest = "" if pointer is None else posixpath.basename(pointer.path)
     if pointer is not None and pointer.error is not None:
         return f"{latest} cannot be read: {pointer.error.problem}"
+    if pointer is not None and not is_name(pointer.tag):
+        return f"{latest} names {brief(pointer.tag, 200)}, which is no tag in this root"
     named = "." if pointer is None else posixpath.normpath(pointer.tag)
-    steps = {one.tag: one.step for one in found}
+    steps = _steps(storage, found)
     if named not in {".", *(tag.removesuffix(REPLACED) for tag in steps), *steps}:
         there = storage.is_dir(posixpath.join(root, named))
         what = "which holds no finished checkpoint" if there else "which is not there"

@@ -19,7 +19,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, Place
+from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, TRAINER, Place, trainer_folders
 from ckpttool.formats.locate import (
     Location,
     NoCheckpointError,
@@ -368,7 +368,8 @@ def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
         None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    for directory in here.trainers if len(here.trainers) > 1 else ():
+    others = [one.path for one in trainer_folders(here.found, TRAINER)]
+    for directory in here.trainers if len(others) > 1 else ():
         try:
             found = _open([directory], here.storage, None, raise_at_once, accepted)
         except StorageError:
@@ -376,7 +377,9 @@ def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
         except CkptError as error:
             torn.append(error)
             continue
-        passed = tuple(f"{e.path}: {e.problem}; the newest complete checkpoint was opened instead" for e in torn)
+        newer = [path for path in others[: others.index(directory)] if path not in here.trainers]
+        passed = [f"{e.path}: {e.problem}; the newest complete checkpoint was opened instead" for e in torn]
+        passed += [f"{path}: is not a checkpoint of DeepSpeed; {directory} was opened instead" for path in newer]
         return replace(found, remarks=(*passed, *found.remarks))
     return None
 

@@ -274,7 +274,7 @@ class Place:
         named = self.newest
         below = {one.tag: one for one in scan(self.storage, self.path) if not one.hidden}
         found = {tag: one for tag, one in below.items() if "/" not in tag or one.committed}
-        if "/" in named and self.storage.is_dir(posixpath.join(self.path, named)):
+        if "/" in named and is_name(named) and self.storage.is_dir(posixpath.join(self.path, named)):
             found.setdefault(named, Found(self.storage, self.path, named))
         if named in found and found[named].outside:
             self.storage.listing(found[named].path)  # raises the LinkError

@@ -27,7 +27,8 @@ MAX_COMPARED = 4
 def series(checkpoint: Checkpoint) -> str:
     """Return a text that differs for another model: of the names and shapes of its parameters and buffers."""
     shapes = {p.name: p.shape for p in checkpoint.parameters} | {b.name: b.state.shape for b in checkpoint.buffers}
-    return f"{crc32(repr(sorted(shapes.items())).encode()):08x}"
+    known = sorted((name, shape or (1,)) for name, shape in shapes.items())  # universal checkpoints: no 0-dim tensors
+    return f"{crc32(repr(known).encode()):08x}"
 
 
 def series_of(manifest: Manifest) -> str:

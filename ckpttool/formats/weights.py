@@ -75,7 +75,7 @@ def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | 
     """Find the files of weights: the given file, or the files of a directory (those in its index, if any).
 
     Raises:
-        LayoutError: An index is damaged, or names a missing file.
+        LayoutError: An index is damaged, names a missing file, or is beside one whole file that it does not name.
     """
     if not storage.is_dir(src):
         kind = next((k for k in KINDS if src.endswith((*k.suffixes, ".pt", ".pth")) and _fits(src, k)), None)
@@ -85,10 +85,16 @@ def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | 
         for stem in kind.stems:
             for suffix in kind.suffixes:
                 index = f"{stem}{suffix}.index.json"
+                whole = f"{stem}{suffix}"
                 if index in names:
-                    return kind, _indexed(storage, posixpath.join(src, index), set(names))
-                if f"{stem}{suffix}" in names:
-                    return kind, [f"{stem}{suffix}"]
+                    found = _indexed(storage, posixpath.join(src, index), set(names))
+                    if whole in names and whole not in found:
+                        problem = f"holds {whole} and {index}, which names other files"
+                        hint = f"pass {posixpath.join(src, whole)}, which transformers loads, or remove one of the two"
+                        raise LayoutError(src, problem, hint)
+                    return kind, found
+                if whole in names:
+                    return kind, [whole]
                 parts = sorted(n for n in names if n.startswith(stem) and n.endswith(suffix))
                 if parts and (not stem or all("-of-" in p for p in parts)):
                     _check_parts(src, parts)

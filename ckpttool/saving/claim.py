@@ -21,7 +21,7 @@ from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import can_resume, is_whole
 from ckpttool.formats.nested import why_kept
-from ckpttool.formats.scan import commits, scan
+from ckpttool.formats.scan import commits, has_files_of_tag, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
 from ckpttool.storage.base import DAMAGED, SET_ASIDE
@@ -104,7 +104,11 @@ class Claim:
                 if is_commit(storage, directory)
                 else f"holds other files, so that step {step} is not saved"
             )
-            raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
+            hint = "choose another tag, or pass overwrite=True"
+            if has_files_of_tag(storage.listing(directory)) and not is_whole(storage, directory):
+                what = f"holds a torn checkpoint, so that step {step} is not saved"
+                hint = f"call restore of this manager first, after which a save moves it aside; or {hint}"
+            raise StorageError(directory, what, hint)
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
         check_not_pinned(storage, directory)

@@ -15,6 +15,7 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.errors import CkptError, LinkError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.layouts import Place
+from ckpttool.formats.series import series
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, aside_name, open_storage
 from ckpttool.storage.confined import local_storage
@@ -102,6 +103,9 @@ TABLE: dict[str, Row] = {
     "latest names a missing tag": Row({**STEPS, "latest": ">step9"}, "-", "step3 step6", "step6 step3"),
     "latest is empty": Row({**STEPS, "latest": ">"}, "-", "step3 step6", "step6 step3"),
     "latest leads out": Row({**STEPS, "latest": ">../x"}, "-", "step3 step6", "step6 step3"),
+    "latest leads to a tag outside": Row(
+        {**STEPS, "../elsewhere/step9": "tag", "latest": ">../elsewhere/step9"}, "-", "step3 step6", "step6 step3"
+    ),
     "latest is a directory": Row({**STEPS, "latest": "empty"}, "-", "step3 step6", "step6 step3"),
     "a tag with parts": Row({"a/step3": "tag", "latest": ">a/step3"}, "a/step3", "a*!", "a/step3"),
     "rank files beside latest": Row({**ROOT, "": "other"}, "step6", "step3 step6*", "step6 step3"),
@@ -185,6 +189,12 @@ TABLE: dict[str, Row] = {
     "a Trainer's run with weights": Row(
         {"checkpoint-3": "trainer", "checkpoint-6": "trainer", "": "safetensors"},
         "checkpoint-6/global_step3",
+        "checkpoint-3 checkpoint-6",
+        "-",
+    ),
+    "a Trainer's run, the newest of weights": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "safetensors"},
+        "checkpoint-3/global_step3",
         "checkpoint-3 checkpoint-6",
         "-",
     ),
@@ -321,7 +331,7 @@ TABLE: dict[str, Row] = {
         "checkpoint_2026-01-01_00-00-00.000000",
         "-",
     ),
-    "rank files in a run of verl": Row({"": "verl", "mp_rank_00_model_states.pt": ">x"}, "-", "global_step_3", "-"),
+    "rank files in a run of verl": Row({"": "verl", "mp_rank_00_model_states.pt": ">x"}, "-", "global_step_3*", "-"),
     "rank files beside universal": Row(
         {"": "universal", "mp_rank_00_model_states.pt": ">x"},
         "global_step3_universal",
@@ -349,12 +359,12 @@ TABLE: dict[str, Row] = {
     "latest names a link": Row(
         {**STEPS, "last": "@step3", "latest": ">last"}, "last", "step3 step6 last*", "last step6 step3"
     ),
-    "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3", "-"),
+    "verl": Row({"": "verl"}, "global_step_3/actor", "global_step_3*", "-"),
     "a step of verl": Row({"": "verl"}, "global_step_3/actor", "actor", "-", "global_step_3"),
     "verl, latest of a missing step": Row(
         {"": "verl", "latest_checkpointed_iteration.txt": ">9"}, "-", "global_step_3", "-"
     ),
-    "verl, actor and critic": Row({"": "verl", "global_step_3/critic": "actor"}, "-", "global_step_3", "-"),
+    "verl, actor and critic": Row({"": "verl", "global_step_3/critic": "actor"}, "-", "global_step_3*", "-"),
     "verl, the model": Row({"": "verl"}, "global_step_3/actor", "", "-", "global_step_3/actor"),
     "torchtitan": Row({"step-3": "dcp", "step-6": "dcp"}, "step-6", "step-3 step-6", "-"),
     "torchtitan, newest without metadata": Row({"step-3": "dcp", "step-6/__0_0.distcp": ">x"}, "step-3", "step-3", "-"),
@@ -380,6 +390,17 @@ TABLE: dict[str, Row] = {
         },
         "-",
         "run2! run10!",
+        "-",
+    ),
+    "a root without latest two levels below": Row({"a/run/step3": "tag", "a/run/step6": "tag"}, "-", "", "-"),
+    "a whole file beside an index of others": Row(
+        {
+            "": "safetensors",
+            "model.safetensors.index.json": '>{"weight_map": {"a": "a.safetensors"}}',
+            "a.safetensors": ">",
+        },
+        "-",
+        "",
         "-",
     ),
     "a run below": Row({"run2/step3": "tag", "run2/step6": "tag", "run2/latest": ">step6"}, "run2/step6", "run2!", "-"),
@@ -487,6 +508,34 @@ def test_checkpoints_of_runs_are_not_engines_of_one_save(tmp_path: Path, tempora
     assert [Place(LOCAL, str(tmp_path / path)).engines for path in ("storage", "storage/a")] == [[], []]
     with refused(CkptError):
         open_checkpoint(str(tmp_path / "storage"))
+
+
+def test_an_older_checkpoint_is_not_opened_in_silence(tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path, TABLE["a Trainer's run, the newest of weights"].layout, temporary)
+    remarks = ckpttool.inspect(tmp_path).remarks
+    assert any("checkpoint-6: is not a checkpoint of DeepSpeed; " in remark for remark in remarks)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a Trainer's run", "holds no checkpoint itself, but "),
+        ("runs", "holds no checkpoint itself, but "),
+        ("latest is empty", "latest names '', which is no tag in this root; resuming from step6"),
+        ("latest leads to a tag outside", "'../elsewhere/step9', which is no tag in this root; resuming from step6"),
+    ],
+)
+def test_a_restore_says_what_it_does_not_take(
+    name: str, said: str, tmp_path: Path, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(tmp_path / "run", TABLE[name].layout, temporary)
+    find(LOCAL, str(tmp_path / "run"), None)
+    assert said in caplog.text
+
+
+def test_formats_of_one_model_are_one_series() -> None:
+    for name in ("zero2-dp2-bf16", "zero3-dp2-bf16"):
+        assert series(ckpttool.inspect(source(name))) == series(ckpttool.inspect(source(f"universal-{name}")))
 
 
 @pytest.mark.parametrize("name", ["rank files beside latest", "DCP beside latest", "one stray beside latest"])

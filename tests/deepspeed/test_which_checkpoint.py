@@ -57,6 +57,13 @@ def _answers(directory: Path) -> dict[str, Any]:
         p.equal(q) for p, q in zip(fresh.module.parameters(), engine.module.parameters(), strict=True)
     )
 
+    named = directory / "named"
+    for tag, count in (("run2026", 0), ("last", 2)):
+        step(engine, count)
+        engine.save_checkpoint(str(named), tag, save_latest=False)
+    CheckpointManager(named).restore(fresh := build(2, "bf16", "two", "adamw", seed=6))
+    found["by recorded step"] = (fresh.global_steps, [entry.name for entry in ckpttool.ls(named).entries])
+
     (root / "latest").write_text("global_step9")
     fresh = build(2, "bf16", "two", "adamw", seed=5)
     found["both"] = refusal(lambda: ckpttool.load(fresh, root))
@@ -83,6 +90,10 @@ def test_the_weights_are_those_of_zero_to_fp32(answers: dict[str, Any]) -> None:
 def test_the_model_is_loaded_without_the_files_of_the_optimizer(answers: dict[str, Any]) -> None:
     assert "holds no ZeRO optimizer files" in answers["whole"]
     assert answers["weights"]
+
+
+def test_without_latest_the_recorded_step_counts_not_the_number_in_a_name(answers: dict[str, Any]) -> None:
+    assert answers["by recorded step"] == (6, ["run2026", "last"])
 
 
 def test_where_nothing_decides_both_are_named(answers: dict[str, Any]) -> None:
