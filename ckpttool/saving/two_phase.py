@@ -24,7 +24,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats.scan import tag_in
+from ckpttool.formats.scan import commits, scan, tag_in
 from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
@@ -284,20 +284,31 @@ def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, An
 def _parent_fields(storage: Storage, claim: Claim, named: str | None, request: Request) -> dict[str, Any]:
     """Return the fields of the manifest that name the previous commit."""
     root = claim.root
+    moved = _parent_of_moved(storage, claim) if claim.moved and tag_in(named or "") == request.tag else None
+    if moved is not None:
+        return moved
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
     before = tag_in(named or "")
     for directory in (posixpath.join(root, before), f"{posixpath.join(root, before)}{REPLACED}") if before else ():
         try:
-            if claim.moved and before == request.tag and is_commit(storage, claim.moved):
-                moved = read_manifest(storage, claim.moved)
-                return {"parent": moved.parent, "number": moved.number}
             if (before != request.tag or directory.endswith(REPLACED)) and is_commit(storage, directory):
                 parent = read_manifest(storage, directory)
                 return {"parent": parent.attempt, "number": parent.number + 1}
         except CkptError:  # it may be a checkpoint without a valid manifest
             continue
     return {"parent": "", "number": 1}
+
+
+def _parent_of_moved(storage: Storage, claim: Claim) -> dict[str, Any] | None:
+    """Return the fields of the manifest of the checkpoint that was moved; if it is damaged, after the last commit."""
+    try:
+        moved = read_manifest(storage, claim.moved)
+    except CkptError:
+        manifests = [one.manifest for one in commits(scan(storage, claim.root)) if one.manifest is not None]
+        last = max(manifests, key=lambda manifest: manifest.number, default=None)
+        return None if last is None else {"parent": last.attempt, "number": last.number + 1}
+    return {"parent": moved.parent, "number": moved.number}
 
 
 def _write_root_files(storage: WritableStorage, root: str, files: Mapping[str, bytes]) -> None:

@@ -207,12 +207,13 @@ class _Life:
             assert "is saved already" in told
             assert tag in self.notes
             return
-        assert tag not in self.notes
+        assert tag not in self.notes or not self.notes[tag]["sound"]  # a restore has skipped what was spoilt
         self.notes[tag] = note
 
     def note(self) -> dict[str, Any]:
         """What is to be found of a commit of now."""
-        note = {"held": self.held(), "step": self.engine.global_steps, "sound": True, "number": len(self.notes) + 1}
+        number = max((note["number"] for note in self.notes.values()), default=0) + 1
+        note = {"held": self.held(), "step": self.engine.global_steps, "sound": True, "number": number}
         return note | {"optimizer": self.life["optimizer"], "groups": self.life["groups"], "stage": self.life["stage"]}
 
     def restore(self) -> None:

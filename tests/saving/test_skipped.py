@@ -128,6 +128,17 @@ def test_a_damaged_one_of_ours_is_moved_aside(where: Where) -> None:
     assert MANIFEST in _files(where, "step6.damaged")
 
 
+def test_the_order_of_commits_goes_on_after_a_damaged_manifest(where: Where) -> None:
+    storage, root = where
+    for number in (1, 3, 6):
+        save_version(storage, root, Alone(), f"step{number}", number)
+    last = read_manifest(storage, f"{root}/step3")
+    storage.put(f"{root}/step6/{MANIFEST}", b"damaged")
+    _save(where, "step6", 6, _skipped(where, "step6"))
+    new = read_manifest(storage, f"{root}/step6")
+    assert (new.parent, new.number) == (last.attempt, last.number + 1)
+
+
 def test_a_move_that_was_killed_goes_on(where: Where) -> None:
     storage, root = where
     _plain(where, "step3", 3)
