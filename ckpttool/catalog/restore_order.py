@@ -221,7 +221,7 @@ def contradiction(storage: Storage, root: str, found: Sequence[Found]) -> str:
     if pointer is not None and pointer.error is not None:
         return f"{latest} cannot be read: {pointer.error.problem}"
     if pointer is not None and not is_name(pointer.tag):
-        return f"{latest} names {brief(pointer.tag, 200)}, which is no tag in this root"
+        return f"{latest} names {brief(pointer.tag, 200)}, which is not a tag in this root"
     named = "." if pointer is None else posixpath.normpath(pointer.tag)
     steps = _steps(storage, found)
     if named not in {".", *(tag.removesuffix(REPLACED) for tag in steps), *steps}:

@@ -521,8 +521,8 @@ def test_an_older_checkpoint_is_not_opened_in_silence(tmp_path: Path, temporary:
     [
         ("a Trainer's run", "holds no checkpoint itself, but "),
         ("runs", "holds no checkpoint itself, but "),
-        ("latest is empty", "latest names '', which is no tag in this root; resuming from step6"),
-        ("latest leads to a tag outside", "'../elsewhere/step9', which is no tag in this root; resuming from step6"),
+        ("latest is empty", "latest names '', which is not a tag in this root; resuming from step6"),
+        ("latest leads to a tag outside", "'../elsewhere/step9', which is not a tag in this root; resuming from step6"),
     ],
 )
 def test_a_restore_says_what_it_does_not_take(
