@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.restore_order import Saved, candidates, last_after, newest_first
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import commit_directory, read_manifest, size_problems
+from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
@@ -147,6 +147,8 @@ class CatalogEntry:
     trainer; "" if it is unknown."""
     sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
     """The names of its files, with "#" for each number."""
+    committed: bool = False
+    """Whether it has a manifest of ckpttool, which names the checkpoint that it was trained from."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
@@ -242,7 +244,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
-    ranked = _with_best(storage, root, _ranked(found), problems)
+    ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
 
 
@@ -273,6 +275,8 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
             manifest = read_manifest(storage, one.path)
         except CkptError:
             continue  # without metrics it has no rank: the rules neither count nor remove it
+        if not f"/{one.path.removesuffix(REPLACED)}".endswith(f"/{manifest.tag}"):
+            continue  # a user has copied or renamed it
         problems = size_problems(storage, one.path, manifest)
         listed.append(
             _Listed(
@@ -295,11 +299,31 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                     pin=find_pin(storage, one.path),
                     state=state,
                     series=series_of(manifest),
+                    committed=True,
                 ),
                 Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
         )
-    return sorted((one.entry for one in _ranked(_with_series(storage, listed))), key=lambda entry: entry.order)
+    series_told = _by_names(_with_series(storage, listed))
+    return sorted((one.entry for one in _ranked(series_told)), key=lambda entry: entry.order)
+
+
+def _by_names(found: Sequence[_Listed]) -> list[_Listed]:
+    """Tell series apart by the patterns of names that have checkpoints of one step: models may have equal parameters.
+
+    ``G_step3`` and ``D_step3`` may be a generator and a discriminator. Names without a number belong to any series.
+    """
+    patterns: dict[tuple[str, int], set[str]] = {}
+    for one in (listed.entry for listed in found):
+        if one.whole and one.stage is not None and one.step is not None and pattern_of(one.name) != one.name:
+            patterns.setdefault((one.series, one.step), set()).add(pattern_of(one.name))
+    apart = {(model, pattern) for (model, _), own in patterns.items() if len(own) > 1 for pattern in own}
+
+    def named(entry: CatalogEntry) -> CatalogEntry:
+        pattern = pattern_of(entry.name)
+        return replace(entry, series=f"{entry.series} {pattern}") if (entry.series, pattern) in apart else entry
+
+    return [one._replace(entry=named(one.entry)) for one in found]
 
 
 def _with_series(storage: Storage, found: Sequence[_Listed]) -> list[_Listed]:
@@ -469,6 +493,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         if checkpoint is None
         else series(checkpoint) + ("" if checkpoint.location == path else " in a folder"),
         sorts=sorts,
+        committed=manifest is not None,
     )
     marked = storage.exists(posixpath.join(directory, MARK))
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)

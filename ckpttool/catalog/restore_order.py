@@ -150,7 +150,7 @@ def _entries(storage: Storage, root: str) -> list[Entry]:
 def _candidates(storage: Storage, root: str) -> list[Found]:
     here = Place(storage, root)
     found = {one.tag: one for one in here.saved}
-    steps = _steps(storage, here.saved)
+    steps = _steps(storage, [*found.values()])
     saved = [Saved.of(tag, steps[tag], one.manifest, marked=one.marked) for tag, one in found.items()]
     saved.sort(key=lambda one: natural_order(one.name), reverse=True)
     return [found[one.name] for one in newest_first(saved, here.newest)]
@@ -183,6 +183,8 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
         raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
         return newest(storage, root)
+    if not is_name(tag):
+        raise LayoutError(root, f"holds no checkpoint of tag {brief(tag, 200)}", "pass the name of a tag, not a path")
     chosen = Found(storage, root, tag)
     if not storage.is_dir(chosen.path):
         names = ", ".join(one.tag for one in candidates(storage, root)) or "none"

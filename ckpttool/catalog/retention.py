@@ -130,12 +130,15 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     several = by_series(whole)
     for own in several:
+        last = max(own, key=lambda e: e.order)
         for number, entry in enumerate(reversed(own)):
             why = reasons[entry.name]
             if number == 0:
                 why.append("the newest whole one" + (" of its model" if len(several) > 1 else ""))
             elif rules.last is not None and number < rules.last:
                 why.append(f"one of the last {rules.last}")
+            if entry is last and number and not entry.committed:
+                why.append("of the last step")  # nothing tells that the run went back before it
             why += _standing(entry)
             why += _dated(entry, rules, now)
     if rules.best is not None and whole:

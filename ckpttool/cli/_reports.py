@@ -195,7 +195,9 @@ def print_catalog(found: Catalog) -> None:
     models = by_series([entry for entry in found.entries if entry.series])
     if len(models) > 1:
         names = "; ".join(name_some([entry.name for entry in own], 3) for own in models)
-        print_line(f"note: checkpoints of {len(models)} models; the rules of prune hold for each: {names}")
+        print_line(
+            f"note: checkpoints of {len(models)} models or series of names; the rules of prune hold for each: {names}"
+        )
     for problem in found.problems:
         print_line(f"note: {problem}", color="yellow")
 

@@ -51,6 +51,8 @@ _STEP = re.compile(r"(global_step|checkpoint|epoch|step|iter)[-_=]?\d+(\.ckpt)?|
 """Names that frameworks give to the directory of a step."""
 _MODEL_OF_SAVE = re.compile(r"pytorch_model(_\d+)?")
 """Names of the tags that Accelerate gives to the models of one save."""
+_STAGED = re.compile(r"\.(.+)\.[0-9a-f]{16}\.partial")
+"""Names of staging directories."""
 _INSIDE_TAG = frozenset({"zero", "offloaded_tensors", "tmp"})
 """Directories that DeepSpeed and its converter create in the directory of a tag."""
 
@@ -128,8 +130,10 @@ class Place:
 
     @cached_property
     def name(self) -> str:
-        """The last component of the path, also of "."."""
-        return posixpath.basename(whole_path(self.path))
+        """The last component of the path, also of "."; of a directory that is being written the later one."""
+        name = posixpath.basename(whole_path(self.path))
+        staged = _STAGED.fullmatch(name)
+        return name if staged is None else staged[1]
 
     @cached_property
     def rank_files(self) -> list[str]:
@@ -190,7 +194,7 @@ class Place:
         """
         if not self.storage.is_dir(self.path):
             return FILE
-        if self.pointer is not None and self.has_tag(self.pointer.tag):
+        if self.pointer is not None and self.has_tag(self.pointer.tag) and not self._is_step:
             return ROOT
         if self.marker:
             return MARKED
@@ -201,6 +205,17 @@ class Place:
         if self.tags:
             return ENGINES if any(entry.name == MANIFEST for entry in self.entries) else ROOT
         return RUN if self.steps else OTHER
+
+    @cached_property
+    def _is_step(self) -> bool:
+        """Whether files of ranks in the directory are its own, though it also contains ``latest`` and tags.
+
+        It is a commit, or has a name that trainers choose for tags: then a run was saved below it.
+        """
+        if not self.rank_files:
+            return False
+        named = _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
+        return named or any(entry.name == MANIFEST for entry in self.entries)
 
     @cached_property
     def strays(self) -> list[str]:
@@ -215,7 +230,8 @@ class Place:
         Files of ranks, or the marker of a format, beside a ``latest`` that names a missing tag, or beside tags without
         a ``latest``.
         """
-        if self.kind not in {TAG, MARKED} or any(entry.name == MANIFEST for entry in self.entries):
+        committed = any(entry.name == MANIFEST for entry in self.entries)
+        if self.kind not in {TAG, MARKED} or committed or self._is_step:
             return []
         if self.pointer is not None and self.pointer.error is None:
             return [self.pointer.tag] if self.pointer.tag != self.name else []

@@ -92,7 +92,7 @@ class Found:
     @property
     def marked(self) -> bool:
         """Whether the directory has an in-progress marker."""
-        return self.storage.exists(posixpath.join(self.path, MARK))
+        return any(entry.name == MARK for entry in self.entries)
 
     @property
     def damaged(self) -> bool:

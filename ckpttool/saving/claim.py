@@ -16,10 +16,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import REPLACED
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_unfinished, state_of
+from ckpttool.commit.manifest import REPLACED, read_manifest
+from ckpttool.commit.marks import (
+    ALIVE,
+    TAKEN,
+    TakenError,
+    find_pin,
+    identity,
+    is_alive,
+    is_old,
+    is_unfinished,
+    state_of,
+)
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.formats import can_resume, is_whole
+from ckpttool.formats import can_resume, is_whole, open_every
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, has_files_of_tag, scan
 from ckpttool.saving.files import put_new
@@ -27,7 +37,7 @@ from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_remo
 from ckpttool.storage.base import DAMAGED, SET_ASIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ckpttool.storage import Storage, WritableStorage
 
@@ -67,6 +77,8 @@ class Claim:
         self._marker = posixpath.join(self.directory, MARK)
         self.attempt = ""
         """Identifier of the attempt; "" before it is taken or known."""
+        self.problem = ""
+        """Why the checkpoint there is moved aside, if it is."""
         self.moved = ""
         """Where the checkpoint is that a restore has skipped; "" without one."""
 
@@ -95,32 +107,30 @@ class Claim:
             self._check_dead()
             self._check_alone()
             return "unfinished"
+        self.problem = "" if skipped is None else skipped.problem
         if self._is_damaged() or (skipped is not None and state_of(storage, directory) == skipped.state):
-            self._check_alone()
+            if not self._has_engines():
+                self._check_alone()
             return "damaged"
         if not overwrite:
-            what = (
-                "is saved already"
-                if is_commit(storage, directory)
-                else f"holds other files, so that step {step} is not saved"
-            )
-            hint = "choose another tag, or pass overwrite=True"
-            if has_files_of_tag(storage.listing(directory)) and not is_whole(storage, directory):
-                what = f"holds a torn checkpoint, so that step {step} is not saved"
-                hint = f"call restore of this manager first, after which a save moves it aside; or {hint}"
-            raise StorageError(directory, what, hint)
+            self.problem = self._torn()
+            if self.problem:
+                self._check_alone()
+                return "damaged"
+            other = f"holds other files, so that step {step} is not saved"
+            what = "is saved already" if is_commit(storage, directory) else other
+            raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
         check_not_pinned(storage, directory)
         self._check_alone()
         return "replaced"
 
-    def take(self, state: str, problem: str = "") -> str:
+    def take(self, state: str) -> str:
         """Write the in-progress marker into the directory; return the identifier of this attempt.
 
         Args:
             state: As ``state`` returned it.
-            problem: ``Skipped.problem``.
 
         Raises:
             TakenError: Another process has taken or committed the directory meanwhile.
@@ -135,7 +145,7 @@ class Claim:
         if state == "replaced":
             self._set_aside()
         if state == "damaged":
-            self._move(problem)
+            self._move()
         try:
             self._storage.make_directory(self.directory)
             put_new(self._storage, self._marker, mark)
@@ -293,19 +303,40 @@ class Claim:
             check_not_only(storage, directory, others)
             storage.remove_tree(directory)
 
+    def _has_engines(self) -> bool:
+        """Return whether the checkpoint is of several engines: those below it are its own."""
+        try:
+            return bool(read_manifest(self._storage, self.directory).engines)
+        except CkptError:
+            return False
+
     def _is_damaged(self) -> bool:
         """Return whether a killed save has begun to move the checkpoint."""
         return self._storage.exists(posixpath.join(self.directory, DAMAGED))
 
-    def _move(self, problem: str) -> None:
+    def _torn(self) -> str:
+        """Return why a checkpoint of ranks there cannot be opened; "" if it can, or if a save may still write it."""
+        if not has_files_of_tag(self._storage.listing(self.directory)):
+            return ""
+        times = (entry.modified for _, entry in walk(self._storage, self.directory))
+        newest = max((time for time in times if time is not None), default=None)
+        if newest is None or not is_old(newest, SEEN_WITHIN):
+            return ""
+        try:
+            open_every(self._storage, self.directory)
+        except CkptError as error:
+            return error.problem
+        return ""
+
+    def _move(self) -> None:
         """Move the checkpoint that a restore has skipped; readers know it by the mark, which is written first."""
         aside = f"{self.directory}{ASIDE}"
         while self._storage.exists(aside):
             aside += ASIDE
         if not self._is_damaged():
-            self._storage.put(posixpath.join(self.directory, DAMAGED), problem.encode())
-        if self._storage.remote:
-            self._storage.put(posixpath.join(aside, DAMAGED), problem.encode())  # a killed move leaves no checkpoint
+            self._storage.put(posixpath.join(self.directory, DAMAGED), self.problem.encode())
+        if self._storage.remote:  # a killed move leaves no checkpoint
+            self._storage.put(posixpath.join(aside, DAMAGED), self.problem.encode())
         self._storage.move_tree(self.directory, aside)
         self.moved = aside
 
@@ -327,6 +358,23 @@ class Claim:
     def _remove_replaced(self) -> None:
         if self._has_replaced():
             self._storage.remove_tree(self._replaced)
+
+
+def mark_skipped(storage: WritableStorage, found: Mapping[str, Skipped]) -> None:
+    """Mark the checkpoints that a restore has skipped, once the run has saved another one.
+
+    Rotations then do not count them, and a later start of the run moves them aside at their steps.
+
+    Args:
+        storage: Their storage.
+        found: The skipped ones by their directories; one that changed since is not marked.
+    """
+    for directory, skipped in found.items():
+        try:
+            if storage.is_dir(directory) and state_of(storage, directory) == skipped.state:
+                storage.put(posixpath.join(directory, DAMAGED), skipped.problem.encode())
+        except CkptError as error:
+            LOG.warning("a checkpoint that cannot be restored was not marked: %s", error)
 
 
 def check_not_pinned(storage: Storage, directory: str) -> None:

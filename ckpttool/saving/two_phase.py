@@ -76,6 +76,8 @@ class Request:
     """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
+    parent: str | None = None
+    """Attempt of the commit that the run was restored from, "" if it was no commit; None for the previous commit."""
     skipped: Skipped | None = None
     """The checkpoint of the same tag that a restore of this run has skipped: it is moved aside."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
@@ -166,10 +168,9 @@ def _begin(
     if free is not None and free < needed:
         problem = f"needs {format_size(needed)}, but only {format_size(free)} are free"
         raise StorageError(claim.directory, problem, "free some space, keep fewer checkpoints, or choose another root")
-    problem = "" if skipped is None else skipped.problem
-    attempt = claim.take(state, problem)
+    attempt = claim.take(state)
     if claim.moved:
-        why = f", because it cannot be restored: {problem}" if problem else ""
+        why = f", because it cannot be restored: {claim.problem}" if claim.problem else ""
         text = "step %d is saved as %s; the checkpoint there is now %s%s"
         LOG.warning(text, request.step, request.tag, claim.moved, why)
     return attempt
@@ -285,8 +286,12 @@ def _parent_fields(storage: Storage, claim: Claim, named: str | None, request: R
     """Return the fields of the manifest that name the previous commit."""
     root = claim.root
     moved = _parent_of_moved(storage, claim) if claim.moved and tag_in(named or "") == request.tag else None
-    if moved is not None:
-        return moved
+    fields = moved or _after_last(storage, root, named, request)
+    return fields if request.parent is None else {**fields, "parent": request.parent}
+
+
+def _after_last(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:
+    """Return the fields of a save after the previous commit of the run."""
     if request.before is not None:
         return {"parent": request.before[0], "number": request.before[1] + 1}
     before = tag_in(named or "")

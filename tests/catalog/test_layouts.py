@@ -392,6 +392,12 @@ TABLE: dict[str, Row] = {
         "run2! run10!",
         "-",
     ),
+    "a run saved into a tag": Row(
+        {**ROOT, "step6/step9": "other", "step6/latest": ">step9"}, "step6", "step3 step6*", "step6 step3"
+    ),
+    "a run saved into a tag, the tag": Row(
+        {**ROOT, "step6/step9": "other", "step6/latest": ">step9"}, "step6", "step6*", "step9", "step6"
+    ),
     "a root without latest two levels below": Row({"a/run/step3": "tag", "a/run/step6": "tag"}, "-", "", "-"),
     "a whole file beside an index of others": Row(
         {

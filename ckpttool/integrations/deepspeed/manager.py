@@ -20,10 +20,11 @@ from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules, format_best
-from ckpttool.commit.manifest import REPLACED
+from ckpttool.commit import is_commit
+from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.commit.marks import state_of
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError, StorageError
 from ckpttool.formats import open_whole, opening_options
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
@@ -32,7 +33,7 @@ from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
 from ckpttool.messages import brief
 from ckpttool.saving.background import Background
-from ckpttool.saving.claim import Skipped
+from ckpttool.saving.claim import Skipped, mark_skipped
 from ckpttool.saving.coordination import RankError, agree_to_begin
 from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.saving.provenance import current_provenance
@@ -169,6 +170,7 @@ class CheckpointManager:
         self._checked: dict[str, weakref.ref[Any]] = {}
         self._saved: KnownEngines = {}
         self._skipped: dict[str, Skipped] = {}
+        self._parent: str | None = None
         self.committed: tuple[str, int] | None = None
         """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
@@ -336,7 +338,9 @@ class CheckpointManager:
             if validation == "WARN":
                 LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
             request = replace(request, tag=first_tag)
-        request = replace(request, skipped=self._skipped.get(posixpath.join(root, request.tag)))
+        request = replace(
+            request, skipped=self._skipped.get(posixpath.join(root, request.tag)), parent=self._parent_in(root)
+        )
         parts: list[CapturedFiles] = []
         digests: dict[str, SavedDigests | None] = {}
         try:
@@ -552,7 +556,8 @@ class CheckpointManager:
                 if ranks.rank == 0:  # the other ranks have the same error
                     LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
                     with contextlib.suppress(CkptError):
-                        self._skipped[path] = Skipped(state_of(storage, path), error.problem)
+                        if not isinstance(error, StorageError):  # which may pass
+                            self._skipped[path] = Skipped(state_of(storage, path), error.problem)
                 first = first or error
                 continue
             if not options.dry_run and ranks.rank == 0:
@@ -561,6 +566,7 @@ class CheckpointManager:
             of_ranks = next((one for one in reports if one.rank_states), reports[0])
             self.restored = replace(reports[0], rank_state=of_ranks.rank_state, rank_states=of_ranks.rank_states)
             self.restored_path = path
+            self._parent = _attempt_of(storage, path) if ranks.rank == 0 and not options.dry_run else None
             return dict(reports[0].client_state)
         if first is not None:
             held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
@@ -571,6 +577,10 @@ class CheckpointManager:
             hint = f"restore one from a copy, {weights}or choose another root to start from scratch"
             raise LayoutError(self.root, problem, hint)
         return None
+
+    def _parent_in(self, root: str) -> str | None:
+        """Return the attempt of the restored commit if it is in a root; None if the previous commit is the parent."""
+        return self._parent if self.restored_path.startswith(f"{root.rstrip('/')}/") else None
 
     def preempted(self, *, reset: bool = False) -> bool:
         """Return whether a signal has announced the end of the run on any rank; call it on every rank, once a step.
@@ -622,6 +632,10 @@ class CheckpointManager:
                 digests=digested.result,
             )
             self.committed = manifest.attempt, manifest.number
+            self._parent = None
+            if ranks.rank == 0:
+                below = f"{root.rstrip('/')}/"
+                mark_skipped(self._storage, {p: one for p, one in self._skipped.items() if p.startswith(below)})
         except CkptError as failed:
             error = failed
         except Exception as failed:
@@ -826,7 +840,7 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: 
         CkptError: It cannot be opened.
     """
     try:
-        names = [posixpath.basename(one) for one in Place(storage, path).engines] if name else []
+        names = _engines_of(storage, path) if name else []
         if name and name not in names:
             if not names:
                 open_(storage, path)  # raises unless one engine was saved alone
@@ -847,6 +861,20 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: 
         names = [posixpath.basename(one) for one in error.directories]
         hint = f"pass the engines by name: {{{', '.join(f'{name!r}: ...' for name in names)}}}"
         raise PlanError(path, f"contains the checkpoints of several engines: {', '.join(names)}", hint) from error
+
+
+def _engines_of(storage: Storage, path: str) -> list[str]:
+    """Return the names of the engines of a checkpoint: of its manifest, or else the directories below; none of one."""
+    names = sorted(read_manifest(storage, path).engines) if is_commit(storage, path) else []
+    return names or [posixpath.basename(one) for one in Place(storage, path).engines]
+
+
+def _attempt_of(storage: Storage, path: str) -> str:
+    """Return ``Manifest.attempt`` of a commit; "" for another checkpoint."""
+    try:
+        return read_manifest(storage, path).attempt if is_commit(storage, path) else ""
+    except CkptError:
+        return ""
 
 
 MAX_NAME_BYTES = 200
