@@ -418,7 +418,7 @@ def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[
     """Return the entry of a directory; None if it is not a checkpoint or has been removed meanwhile."""
     try:
         return _read_entry(found, latest, reported, options)
-    except StorageError as error:
+    except CkptError as error:  # of the storage, or of a manifest that several engines share
         found.storage.refresh([])
         if not found.storage.is_dir(found.path):
             return None

@@ -104,6 +104,12 @@ def test_engines_are_one_checkpoint(
     assert saved[0][0] != saved[0][1]
     (directory,) = [path.parent for path in root.rglob(MANIFEST)]  # the one before was removed as a whole
     assert sorted(path.name for path in directory.iterdir()) == [MANIFEST, "critic", "policy"]
+    whole = (directory / MANIFEST).read_bytes()
+    (directory / MANIFEST).write_bytes(whole[:10])
+    (entry,) = ckpttool.ls(root).entries
+    assert not entry.whole
+    assert f"{MANIFEST}: is not a manifest of ckpttool" in (entry.problem or "")
+    (directory / MANIFEST).write_bytes(whole)
     (entry,) = ckpttool.ls(root).entries
     assert (entry.whole, entry.latest, entry.step, entry.problem) == (True, True, 3, None)
     assert all(d.keep for d in ckpttool.prune(root, keep_last=1))
