@@ -11,8 +11,9 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
+from ckpttool.catalog.entries import CatalogEntry
 from ckpttool.catalog.restore_order import newest
-from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import LayoutError
 from ckpttool.formats.locate import SeveralModelsError
@@ -170,3 +171,26 @@ def test_the_error_has_the_directories(tmp_path: Path) -> None:
     (tmp_path / LATEST).write_text("another")
     with pytest.raises(LayoutError, match="another"):
         ckpttool.inspect(tmp_path)
+
+
+def test_models_of_equal_parameters_are_told_apart_by_names_of_one_step(put: Put) -> None:
+    model = "zero2-dp2-bf16"
+    root = put({f"{name}_step{step}": model for name in ("gen", "disc") for step in (1, 2)}, "disc_step2")
+    assert {d.entry.name for d in ckpttool.prune(root, keep_last=1) if d.keep} == {"gen_step2", "disc_step2"}
+    assert _left(root) == {"gen_step2", "disc_step2"}
+
+
+def test_the_last_step_of_plain_saves_is_kept_though_latest_names_an_older_one(tmp_path: Path) -> None:
+    """DeepSpeed records nowhere that a run has gone back: somebody may have copied an old ``latest``."""
+
+    def entry(step: int, *, committed: bool) -> CatalogEntry:
+        return CatalogEntry(
+            name=f"step{step}", path=str(tmp_path / f"step{step}"), format="zero", stage=2, world_size=2, step=step,
+            nbytes=1, modified=0.0, whole=True, problem=None, latest=step == 1, link=None, metrics={},
+            rank=4 if step == 1 else step, committed=committed,
+        )  # fmt: skip
+
+    for committed, kept in ((False, {1, 3}), (True, {1})):
+        entries = [entry(step, committed=committed) for step in (1, 2, 3)]
+        decisions = decide(entries, Rules(last=1), root=str(tmp_path))
+        assert {d.entry.step for d in decisions if d.keep} == kept
