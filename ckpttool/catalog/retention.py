@@ -138,7 +138,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
             elif rules.last is not None and number < rules.last:
                 why.append(f"one of the last {rules.last}")
             if entry is last and number and not entry.committed:
-                why.append("of the last step")  # nothing tells that the run went back before it
+                why.append("of the last step")  # no record that the run went back before it
             why += _standing(entry)
             why += _dated(entry, rules, now)
     if rules.best is not None and whole:

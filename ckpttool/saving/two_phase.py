@@ -77,7 +77,7 @@ class Request:
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
     parent: str | None = None
-    """Attempt of the commit that the run was restored from, "" if it was no commit; None for the previous commit."""
+    """Attempt of the commit that the run was restored from, "" for another checkpoint; None for the previous commit."""
     skipped: Skipped | None = None
     """The checkpoint of the same tag that a restore of this run has skipped: it is moved aside."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)

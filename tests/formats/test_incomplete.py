@@ -350,7 +350,9 @@ def test_a_folder_of_any_name_is_a_parameter_or_an_error(called: str, checkpoint
         assert "zero" in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero1-dp2-fp16"])
+@pytest.mark.parametrize(
+    "name", ["zero2-dp2-bf16", "zero1-dp2-fp16", "moe-zero1-dp2-ep2-bf16", "moe-zero2-dp2-ep2-bf16-pyramid"]
+)
 def test_the_models_own_weights_are_written_without_the_optimizer(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -739,7 +739,7 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     if file is None:
         raise opener.errors[0]
     of_others = [n for n in opener.names if n.kind == "optimizer"]
-    alone = len(opener.names) == 1  # neither experts nor layers nor other model-parallel ranks
+    alone = len(models) == 1 and all(n.kind in {"model", "expert"} and n.model_rank == model_rank for n in opener.names)
     if file.fields.values.get("param_shapes") is not None and not (alone and opener.location.module_only):
         # Stages 1 and 2 list their parameters here, and keep the optimizer in separate files.
         own = f"mp_rank_{model_rank:02d}"
