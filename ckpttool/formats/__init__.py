@@ -357,8 +357,18 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
         return _newest_whole(here, accepted)
     found = _read_unmarked(here.storage, here.path) if tag is None else None
     if found is None and (inner := inner_directory(here, tag)) is not None:
-        return _open([inner], here.storage, None, report, accepted)
+        opened = _open([inner], here.storage, None, report, accepted)
+        return replace(opened, remarks=(*_passed(here, inner), *opened.remarks)) if tag is None else opened
     return found
+
+
+def _passed(here: Place, inner: str) -> list[str]:
+    """Return a remark on each step of a run that is later than the opened one, and not complete."""
+    if here.step_pointer is not None:
+        return []
+    step = inner.removeprefix(here.path).strip("/").partition("/")[0]
+    later = here.steps[here.steps.index(step) + 1 :] if step in here.steps else []
+    return [f"{posixpath.join(here.path, name)}: is not complete; {step} was opened instead" for name in later]
 
 
 def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:

@@ -522,6 +522,12 @@ def test_an_older_checkpoint_is_not_opened_in_silence(tmp_path: Path, temporary:
     assert any("checkpoint-6: is not a checkpoint of DeepSpeed; " in remark for remark in remarks)
 
 
+def test_an_incomplete_later_step_of_a_run_is_named(tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path, TABLE["torchtitan, newest without metadata"].layout, temporary)
+    assert f"{tmp_path}/step-6: is not complete; step-3 was opened instead" in ckpttool.inspect(tmp_path).remarks
+    assert not any("opened instead" in remark for remark in ckpttool.inspect(tmp_path, tag="step-3").remarks)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
