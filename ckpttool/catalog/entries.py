@@ -51,7 +51,6 @@ from ckpttool.storage import (
     HALF_REMOVED,
     MANIFEST,
     MARK,
-    find_text,
     is_gone,
     is_half_removed,
     is_url,
@@ -63,7 +62,6 @@ from ckpttool.storage import (
     whole_path,
     without_credentials,
 )
-from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -441,7 +439,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         try:
             checkpoint = _first_model(path, options, errors)
         except NoCheckpointError as error:
-            if not reported and not (holds_one and unfinished_below(storage, path)):
+            if not reported and not is_commit(storage, path) and not (holds_one and unfinished_below(storage, path)):
                 return None
             errors.append(error)
         except CkptError as error:
@@ -507,11 +505,10 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
 
 
 def _moved(found: Found) -> list[CkptError]:
-    """Return an error for a checkpoint that a save has moved, because a restore has skipped it."""
-    if not found.damaged:
+    """Return an error for a checkpoint that a restore has skipped, and a save has marked or moved."""
+    if found.damage is None:
         return []
-    problem = (find_text(found.storage, posixpath.join(found.path, DAMAGED)) or "").strip()
-    return [LayoutError(found.path, f"moved by a save, because it could not be restored: {problem}", "")]
+    return [LayoutError(found.path, f"skipped by a restore, because it could not be restored: {found.damage}", "")]
 
 
 def _files(storage: Storage, path: str) -> tuple[int, float | None, frozenset[str]]:

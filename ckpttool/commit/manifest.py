@@ -15,7 +15,7 @@ from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, has_manifest, split_directory
 from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
-from ckpttool.errors import LayoutError, PlanError, StorageError
+from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
 from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, walk
 
@@ -152,9 +152,9 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
         key: Key that the manifest must be signed with; None for no signature.
 
     Raises:
-        PlanError: The manifest is not signed with the key.
+        PlanError: The manifest is not signed with the key, or is of a later release.
         StorageError: The manifest is missing or cannot be read.
-        LayoutError: The manifest is damaged, or of a later release.
+        LayoutError: The manifest is damaged.
     """
     path = posixpath.join(directory, MANIFEST)
     with storage.open(path) as reader:
@@ -168,7 +168,7 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
         found = {} if key is None else json.loads(data)
     except _LaterError:
         problem = "was written by a later release of ckpttool"
-        raise LayoutError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
+        raise PlanError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise LayoutError(path, "is not a manifest of ckpttool", "is it damaged? use another tag") from error
     if key is not None:
@@ -351,16 +351,16 @@ def _packed(crcs: tuple[int, ...]) -> str:
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
 
 
-def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[StorageError]:
+def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[CkptError]:
     """Return an error for every file of a manifest that is missing or has another size."""
     sizes = {name: entry.nbytes for name, entry in walk(storage, directory)}
     hint = "restore it from a copy, or use another tag"
-    problems = []
+    problems: list[CkptError] = []
     for name, file in manifest.files.items():
         path = posixpath.join(directory, name)
         if name not in sizes:
-            problems.append(StorageError(path, "is missing, but the manifest lists it", hint))
+            problems.append(LayoutError(path, "is missing, but the manifest lists it", hint))
         elif sizes[name] != file.nbytes:
             problem = f"is {sizes[name]:,} bytes long, but {file.nbytes:,} in the manifest"
-            problems.append(StorageError(path, problem, hint))
+            problems.append(ContainerError(path, problem, hint))
     return problems

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checksums import crc32
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage import MARK
-from ckpttool.storage.base import PIN
+from ckpttool.storage import BESIDE, MARK, find_text
+from ckpttool.storage.base import DAMAGED, PIN
 from ckpttool.storage.safe_files import is_temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from ckpttool.storage import Entry, Storage, WritableStorage
 
@@ -58,17 +58,56 @@ def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
     return ((directory, e) for directory, entries in own_directories(storage, path) for e in entries if not e.is_dir)
 
 
-def state_of(storage: Storage, path: str) -> str:
+def state_of(storage: Storage, path: str, without: Collection[str] = ()) -> str:
     """Return a text that changes when a file below a path is written or removed, as by a save, a pin or a marker.
 
     A caller takes it before it decides about a checkpoint, and compares it before it changes the checkpoint, because a
     run may have saved the same tag again meanwhile.
 
+    Args:
+        storage: The storage of the path.
+        path: The path.
+        without: Names of files that do not count.
+
     Raises:
         StorageError: A directory cannot be listed.
     """
-    found = sorted((f"{directory}/{e.name}", e.nbytes, e.version) for directory, e in own_files(storage, path))
+    files = ((f"{directory}/{e.name}", e) for directory, e in own_files(storage, path) if e.name not in without)
+    found = sorted((name, e.nbytes, e.version) for name, e in files)
     return f"{crc32(repr(found).encode()):08x}"
+
+
+def mark_damaged(storage: WritableStorage, path: str, problem: str, *, for_good: bool) -> None:
+    """Mark a checkpoint that cannot be restored: readers pass over it.
+
+    Args:
+        storage: Its storage.
+        path: Its directory.
+        problem: Why.
+        for_good: Whether the mark also holds when the files change; else a repaired checkpoint is read again.
+
+    Raises:
+        StorageError: The mark cannot be written.
+    """
+    state = None if for_good else state_of(storage, path, BESIDE)
+    storage.put(posixpath.join(path, DAMAGED), json.dumps({"problem": problem, "state": state}).encode())
+
+
+def damage_of(storage: Storage, path: str) -> str | None:
+    """Return the problem in the mark of a checkpoint that cannot be restored; None without one that holds.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    text = find_text(storage, posixpath.join(path, DAMAGED))
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        problem, state = str(found["problem"]), found["state"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "its mark is damaged"
+    return problem if state in {None, state_of(storage, path, BESIDE)} else None
 
 
 def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]:

@@ -94,10 +94,17 @@ class Found:
         """Whether the directory has an in-progress marker."""
         return any(entry.name == MARK for entry in self.entries)
 
+    @cached_property
+    def damage(self) -> str | None:
+        """Why a restore has skipped it, if a save has marked it so; None without a mark."""
+        from ckpttool.commit.marks import damage_of  # few checkpoints have the mark
+
+        return damage_of(self.storage, self.path) if any(entry.name == DAMAGED for entry in self.entries) else None
+
     @property
     def damaged(self) -> bool:
-        """Whether a save has moved it here, because a restore has skipped it."""
-        return any(entry.name == DAMAGED for entry in self.entries)
+        """Whether a restore has skipped it, and no file of it changed since."""
+        return self.damage is not None
 
     @cached_property
     def committed(self) -> bool:

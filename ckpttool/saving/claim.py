@@ -21,20 +21,22 @@ from ckpttool.commit.marks import (
     ALIVE,
     TAKEN,
     TakenError,
+    damage_of,
     find_pin,
     identity,
     is_alive,
     is_old,
     is_unfinished,
+    mark_damaged,
     state_of,
 )
-from ckpttool.errors import CkptError, StorageError
+from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.formats import can_resume, is_whole, open_every
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, has_files_of_tag, scan
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
-from ckpttool.storage.base import DAMAGED, SET_ASIDE
+from ckpttool.storage.base import SET_ASIDE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -312,7 +314,7 @@ class Claim:
 
     def _is_damaged(self) -> bool:
         """Return whether a killed save has begun to move the checkpoint."""
-        return self._storage.exists(posixpath.join(self.directory, DAMAGED))
+        return damage_of(self._storage, self.directory) is not None
 
     def _torn(self) -> str:
         """Return why a checkpoint of ranks there cannot be opened; "" if it can, or if a save may still write it."""
@@ -324,6 +326,8 @@ class Claim:
             return ""
         try:
             open_every(self._storage, self.directory)
+        except (PlanError, StorageError):
+            return ""  # of a later release, or not readable now
         except CkptError as error:
             return error.problem
         return ""
@@ -333,10 +337,10 @@ class Claim:
         aside = f"{self.directory}{ASIDE}"
         while self._storage.exists(aside):
             aside += ASIDE
-        if not self._is_damaged():
-            self._storage.put(posixpath.join(self.directory, DAMAGED), self.problem.encode())
+        self.problem = self.problem or damage_of(self._storage, self.directory) or ""
+        mark_damaged(self._storage, self.directory, self.problem, for_good=True)
         if self._storage.remote:  # a killed move leaves no checkpoint
-            self._storage.put(posixpath.join(aside, DAMAGED), self.problem.encode())
+            mark_damaged(self._storage, aside, self.problem, for_good=True)
         self._storage.move_tree(self.directory, aside)
         self.moved = aside
 
@@ -372,7 +376,7 @@ def mark_skipped(storage: WritableStorage, found: Mapping[str, Skipped]) -> None
     for directory, skipped in found.items():
         try:
             if storage.is_dir(directory) and state_of(storage, directory) == skipped.state:
-                storage.put(posixpath.join(directory, DAMAGED), skipped.problem.encode())
+                mark_damaged(storage, directory, skipped.problem, for_good=False)
         except CkptError as error:
             LOG.warning("a checkpoint that cannot be restored was not marked: %s", error)
 

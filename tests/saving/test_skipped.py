@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import posixpath
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import state_of
-from ckpttool.errors import CkptError, StorageError
-from ckpttool.saving.claim import Skipped
+from ckpttool.commit.marks import damage_of, mark_damaged, state_of
+from ckpttool.errors import CkptError, PlanError, StorageError
+from ckpttool.formats import open_whole
+from ckpttool.saving.claim import Skipped, mark_skipped
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, open_storage, walk
@@ -139,20 +141,48 @@ def test_the_order_of_commits_goes_on_after_a_damaged_manifest(where: Where) -> 
     assert (new.parent, new.number) == (last.attempt, last.number + 1)
 
 
+def test_a_repaired_checkpoint_is_read_again(where: Where) -> None:
+    storage, root = where
+    for number in (3, 6):
+        save_version(storage, root, Alone(), f"step{number}", number)
+    name = max(version(6))
+    storage.put(f"{root}/step6/{name}", version(6)[name][:-1])
+    mark_skipped(storage, {f"{root}/step6": _skipped(where, "step6")})
+    storage.refresh([])
+    assert [one.tag for one in candidates(storage, root)] == ["step3"]
+    storage.put(f"{root}/step6/{name}", version(6)[name])
+    storage.refresh([])
+    assert [one.tag for one in candidates(storage, root)] == ["step6", "step3"]
+    with pytest.raises(StorageError, match="is saved already"):
+        _save(where, "step6", 6, None)
+
+
+def test_a_checkpoint_of_a_later_release_is_not_moved(where: Where) -> None:
+    storage, root = where
+    save_version(storage, root, Alone(), "step6", 6)
+    found = json.loads(storage.read_text(f"{root}/step6/{MANIFEST}")) | {"format": 99}
+    storage.put(f"{root}/step6/{MANIFEST}", json.dumps(found).encode())
+    with pytest.raises(PlanError, match="was written by a later release"):
+        open_whole(storage, f"{root}/step6")
+    with pytest.raises(StorageError, match="is saved already"):
+        _save(where, "step6", 6, None)
+
+
 def test_a_move_that_was_killed_goes_on(where: Where) -> None:
     storage, root = where
     _plain(where, "step3", 3)
     _plain(where, "step6", 6, torn=True)
     before = _files(where, "step6")
-    storage.put(f"{root}/step6/{DAMAGED}", b"why")
+    mark_damaged(storage, f"{root}/step6", "why", for_good=True)
     if storage.remote:
-        storage.put(f"{root}/step6.damaged/{DAMAGED}", b"why")
+        mark_damaged(storage, f"{root}/step6.damaged", "why", for_good=True)
         storage.put(f"{root}/step6.damaged/{min(before)}", before[min(before)])
     storage.refresh([])
     assert [one.tag for one in candidates(storage, root)] == ["step3"]
     _save(where, "step6", 6, None)
     moved = "step6.damaged.damaged" if storage.remote else "step6.damaged"
-    assert _files(where, moved) == {**before, DAMAGED: b"why"}
+    assert {n: d for n, d in _files(where, moved).items() if n != DAMAGED} == before
+    assert damage_of(storage, f"{root}/{moved}") == "why"
     assert whole(root, storage) == {"step6": version(6), "step3": version(3)}
 
 
