@@ -273,7 +273,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
             manifest = read_manifest(storage, one.path)
         except CkptError:
             continue  # without metrics it has no rank: the rules neither count nor remove it
-        if not f"/{one.path.removesuffix(REPLACED)}".endswith(f"/{manifest.tag}"):
+        if not _is_named_as(manifest, one.path):
             continue  # a user has copied or renamed it
         problems = size_problems(storage, one.path, manifest)
         listed.append(
@@ -306,22 +306,28 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
     return sorted((one.entry for one in _ranked(series_told)), key=lambda entry: entry.order)
 
 
+def _is_named_as(manifest: Manifest, path: str) -> bool:
+    return f"/{path.rstrip('/').removesuffix(REPLACED)}".endswith(f"/{manifest.tag}")
+
+
 def _by_names(found: Sequence[_Listed]) -> list[_Listed]:
     """Tell series apart by the patterns of names that have checkpoints of one step: models may have equal parameters.
 
-    ``G_step3`` and ``D_step3`` may be a generator and a discriminator. Names without a number belong to any series.
+    ``G_step3`` and ``D_step3`` may be a generator and a discriminator. Names without a number belong to any series, and
+    so do those that frameworks choose: Ray's run has two kinds.
     """
     patterns: dict[tuple[str, int], set[str]] = {}
     for one in (listed.entry for listed in found):
-        if one.whole and one.stage is not None and one.step is not None and pattern_of(one.name) != one.name:
+        named = pattern_of(one.name) != one.name and not is_of_trainer(one.name)
+        if one.whole and one.stage is not None and one.step is not None and named:
             patterns.setdefault((one.series, one.step), set()).add(pattern_of(one.name))
     apart = {(model, pattern) for (model, _), own in patterns.items() if len(own) > 1 for pattern in own}
 
-    def named(entry: CatalogEntry) -> CatalogEntry:
+    def apart_by_name(entry: CatalogEntry) -> CatalogEntry:
         pattern = pattern_of(entry.name)
         return replace(entry, series=f"{entry.series} {pattern}") if (entry.series, pattern) in apart else entry
 
-    return [one._replace(entry=named(one.entry)) for one in found]
+    return [one._replace(entry=apart_by_name(one.entry)) for one in found]
 
 
 def _with_series(storage: Storage, found: Sequence[_Listed]) -> list[_Listed]:
@@ -443,11 +449,12 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
                 return None
             errors.append(error)
         except CkptError as error:
-            if not holds_one and error.path in Place(storage, path).below():
+            if not holds_one and not is_commit(storage, path) and error.path in Place(storage, path).below():
                 return None  # a root further below, whose checkpoints nothing chooses among
             if error not in errors:  # the raised error may be among the reported ones
                 errors.append(error)
-        if checkpoint is not None and not holds_one and checkpoint.root in Place(storage, path).below():
+        own = holds_one or is_commit(storage, path)
+        if checkpoint is not None and not own and checkpoint.root in Place(storage, path).below():
             return None  # its checkpoints belong to another root
         if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
             errors += _own_root(storage, path, holds_one=holds_one)

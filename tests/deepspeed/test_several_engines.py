@@ -12,7 +12,7 @@ import torch
 
 import ckpttool
 from ckpttool.storage import MANIFEST
-from tests.deepspeed.engines import build, refusal
+from tests.deepspeed.engines import build, refusal, step
 from tests.forked import on_ranks
 from tests.wording import refused
 
@@ -160,6 +160,47 @@ def test_a_lost_file_of_one_engine_makes_the_checkpoint_torn(tmp_path: Path) -> 
     (entry,) = ckpttool.ls(root).entries
     assert not entry.whole
     assert "critic/" in str(entry.problem)
+
+
+@on_ranks(1)
+def _go_on(root: str) -> dict[str, list[str]]:
+    """Of each loss in the checkpoint of step 2: the step that is restored, then the directories after the next save."""
+    engines = _engines((1, 2))
+    manager = ckpttool.CheckpointManager(root)
+
+    def train() -> None:
+        for engine in engines.values():
+            step(engine, 1)
+
+    for _ in range(2):
+        train()
+        manager.save(engines)
+    found = {}
+    for how in ("a file", "a cut file", "an engine", "the manifest"):
+        copy = Path(f"{root} without {how}")
+        shutil.copytree(root, copy)
+        newest = copy / "global_step2"
+        file = next((newest / "critic").glob("*optim_states.pt"))
+        if how == "a file":
+            file.unlink()
+        elif how == "an engine":
+            shutil.rmtree(newest / "critic")
+        else:
+            (file if how == "a cut file" else newest / MANIFEST).write_bytes(file.read_bytes()[:10])
+        listed = [f"{entry.name}{'' if entry.whole else '!'}" for entry in ckpttool.ls(copy).entries]
+        again = ckpttool.CheckpointManager(copy)
+        again.restore(engines)
+        restored = engines["policy"].global_steps
+        train()
+        again.save(engines)
+        found[how] = [*listed, str(restored), *sorted(path.name for path in copy.iterdir() if path.is_dir())]
+    return found
+
+
+def test_a_run_of_several_engines_passes_a_torn_checkpoint(tmp_path: Path) -> None:
+    (found,) = _go_on(str(tmp_path / "run"))
+    expected = ["global_step1", "global_step2!", "1", "global_step1", "global_step2", "global_step2.damaged"]
+    assert found == dict.fromkeys(found, expected)
 
 
 @on_ranks(1)

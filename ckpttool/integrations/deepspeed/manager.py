@@ -854,7 +854,10 @@ def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: 
             )
             hint = "pass all of its engines, or load one from its directory with ckpttool.load"
             raise PlanError(path, problem, hint)
-        return open_(storage, posixpath.join(path, name) if name else path)
+        directory = posixpath.join(path, name) if name else path
+        if name and not storage.is_dir(directory):
+            raise LayoutError(directory, "is missing, but the manifest lists it", "use another checkpoint")
+        return open_(storage, directory)
     except (SeveralModelsError, NoCheckpointError) as error:
         if name or not error.directories:
             raise
