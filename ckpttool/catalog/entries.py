@@ -81,6 +81,8 @@ MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
+SKIPPED = "skipped by a restore, because it could not be restored: "
+"""Start of the problem of a checkpoint with the mark of a save."""
 OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
 NOT_FOLLOWED = "leaves the root: follow_links is not set"
@@ -154,6 +156,11 @@ class CatalogEntry:
     def is_root(self) -> bool:
         """Whether the directory contains checkpoints, but is not one itself."""
         return (self.problem or "").startswith(OWN_ROOT)
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether a restore has skipped it, and a save has marked it."""
+        return (self.problem or "").startswith(SKIPPED)
 
     @property
     def is_unread(self) -> bool:
@@ -349,17 +356,20 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
 
     What ``latest`` names shows which checkpoints of its own model were abandoned, and nothing about another model.
     """
-    ordered = sorted(found, key=lambda one: one.entry.order, reverse=True)
+    every = sorted(found, key=lambda one: one.entry.order, reverse=True)
+    ordered = [one for one in every if not one.entry.is_skipped]
     saved = [one.saved for one in ordered]
     named = next((one.entry.name for one in ordered if one.entry.latest and one.entry.format != "universal"), "")
-    ranks = {one.name: rank for rank, one in enumerate(reversed(newest_first(saved, last_after(saved, named))), 1)}
+    names = [one.name for one in newest_first(saved, last_after(saved, named))]
+    names += [one.entry.name for one in every if one.entry.is_skipped]
+    ranks = {name: rank for rank, name in enumerate(reversed(names), 1)}
     model_of = {one.saved.name: one.entry.series for one in ordered}
     models = {*model_of.values()} - {""}
     for model in models if len(models) > 1 else ():
         own = [one for one in saved if model_of[one.name] in {model, ""}]
         names = [one.name for one in newest_first(own, last_after(own, named)) if model_of[one.name] == model]
         ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
-    return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in ordered]
+    return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in every]
 
 
 def _with_best(storage: Storage, root: str, found: Sequence[_Listed], problems: list[str]) -> list[CatalogEntry]:
@@ -515,7 +525,7 @@ def _moved(found: Found) -> list[CkptError]:
     """Return an error for a checkpoint that a restore has skipped, and a save has marked or moved."""
     if found.damage is None:
         return []
-    return [LayoutError(found.path, f"skipped by a restore, because it could not be restored: {found.damage}", "")]
+    return [LayoutError(found.path, f"{SKIPPED}{found.damage}", "")]
 
 
 def _files(storage: Storage, path: str) -> tuple[int, float | None, frozenset[str]]:

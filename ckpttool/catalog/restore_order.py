@@ -43,6 +43,8 @@ class Saved(NamedTuple):
     """``Manifest.attempt``."""
     parent: str = ""
     """``Manifest.parent``."""
+    origin: str = ""
+    """Attempt of the commit that it was trained from: ``Manifest.origin``, or else the parent."""
     marked: bool = False
     """Whether it is committed and still has its in-progress marker."""
     written: float = 0.0
@@ -55,7 +57,8 @@ class Saved(NamedTuple):
         """Return the facts of the manifest; without one, the step and the time."""
         if manifest is None:
             return cls(name, step, written=written)
-        own = manifest.number, manifest.attempt, manifest.parent, marked, manifest.created
+        origin = manifest.parent if manifest.origin is None else manifest.origin
+        own = manifest.number, manifest.attempt, manifest.parent, origin, marked, manifest.created
         return cls(name, manifest.step, *own)
 
 
@@ -80,11 +83,12 @@ def newest_first(found: Sequence[Saved], named: str = "") -> list[Saved]:
     if latest is not None:
         marked = [one for one in found if one.marked and one.name != named]
         order = [one for one in marked if not one.number or one.parent == latest.attempt]
+        order.sort(key=lambda one: (one.number, one.step), reverse=True)
     tail = head
     by_attempt = {one.attempt: one for one in found if one.attempt}
     while tail not in order:
         order.append(tail)
-        tail = by_attempt.get(tail.parent, tail)
+        tail = by_attempt.get(tail.origin, tail)
     rest = [one for one in found if one not in order]
     abandoned = {one.name for one in rest if one.number and one.step > tail.step}
     rest.sort(key=lambda one: (one.name not in abandoned, one.step, one.number), reverse=True)
@@ -106,7 +110,7 @@ def last_after(found: Sequence[Saved], named: str) -> str:
     passed = set()
     while current is not None and current.attempt and current.name not in passed:
         passed.add(current.name)
-        after = [one for one in found if one.parent == current.attempt]
+        after = [one for one in found if one.origin == current.attempt]
         current = max(after, key=lambda one: (one.number, one.step), default=None)
         named = named if current is None else current.name
     return named

@@ -74,6 +74,9 @@ class Manifest:
     """Class of the optimizer and its switches, to recognise an engine that is built alike; "" if unknown."""
     parent: str = ""
     """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
+    origin: str | None = None
+    """``attempt`` of the commit that the run was restored from before this save, "" if that was no commit; None if it
+    went on from ``parent``, as in manifests of old releases."""
     number: int = 0
     """``number`` of the parent plus one: clocks do not order commits. 0 in manifests of old releases."""
     batch: Mapping[str, int] = field(default_factory=dict)
@@ -112,7 +115,8 @@ class Manifest:
             key: Key that signs the manifest; None for no signature.
         """
         files = {name: _entry(file) for name, file in sorted(self.files.items())}
-        values = {k: v for k, v in _shallow(self).items() if k != "files"}
+        without = {"files"} | ({"origin"} if self.origin is None else set())
+        values = {k: v for k, v in _shallow(self).items() if k not in without}
         found = json.loads(json.dumps({"format": FORMAT, **values, "files": files}))
         if key is not None:
             found[SIGNATURE] = signature(_canonical(found), key)
@@ -259,6 +263,7 @@ def parse_manifest(data: bytes) -> Manifest:
         groups=tuple(tuple(map(str, names)) for names in found.get("groups", ())),
         optimizer=str(found.get("optimizer", "")),
         parent=str(found.get("parent", "")),
+        origin=None if found.get("origin") is None else str(found["origin"]),
         number=int(found.get("number", 0)),
         batch={str(name): int(size) for name, size in found.get("batch", {}).items()},
         provenance=_provenance(found.get("provenance", {})),

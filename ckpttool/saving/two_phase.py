@@ -76,8 +76,9 @@ class Request:
     """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
     """Attempt and number of the previous commit if it has another root; None for the commit that ``latest`` names."""
-    parent: str | None = None
-    """Attempt of the commit that the run was restored from, "" for another checkpoint; None for the previous commit."""
+    parent: tuple[str, str] | None = None
+    """Attempt of the commit that the run was restored from ("" for another checkpoint), and the tag that ``latest``
+    named then; None for the previous commit, as also if another run has saved since."""
     skipped: Skipped | None = None
     """The checkpoint of the same tag that a restore of this run has skipped: it is moved aside."""
     sidecars: Mapping[str, bytes] = field(default_factory=dict)
@@ -287,7 +288,8 @@ def _parent_fields(storage: Storage, claim: Claim, named: str | None, request: R
     root = claim.root
     moved = _parent_of_moved(storage, claim) if claim.moved and tag_in(named or "") == request.tag else None
     fields = moved or _after_last(storage, root, named, request)
-    return fields if request.parent is None else {**fields, "parent": request.parent}
+    same = request.parent is not None and request.parent[1] == tag_in(named or "")
+    return {**fields, "origin": request.parent[0]} if request.parent is not None and same else fields
 
 
 def _after_last(storage: Storage, root: str, named: str | None, request: Request) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.entries import directory_name, last_commit, run_commits
-from ckpttool.catalog.restore_order import candidates, contradiction, find
+from ckpttool.catalog.restore_order import Saved, candidates, contradiction, find, newest_first
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
@@ -243,3 +243,13 @@ def test_a_save_that_deletes_its_marker_meanwhile_is_a_commit(bucket: Bucket) ->
         deleted = proxy.add(Before(lambda _: bucket.delete(f"run/step1/{MARK}")), "get_object", MARK)
         assert is_commit(open_storage(root, {"endpoint_url": proxy.url}), f"{root}/step1")
         assert deleted.fired == 1
+
+
+def test_saves_that_died_before_latest_was_written_come_first() -> None:
+    """Also of a run that had gone back before, and several of them, each restored by the next start."""
+    five = Saved("step5", 5, 5, "a5", "a4", "a4")
+    four = Saved("step4", 4, 4, "a4", "a3", "a3")
+    back = Saved("step6", 6, 6, "a6", "a5", "a4", marked=True)  # restored from step4, while latest named step5
+    later = Saved("step7", 7, 6, "a7", "a5", "a6", marked=True)  # restored from step6; latest still names step5
+    assert newest_first([four, five, back], "step5")[0].name == "step6"
+    assert [one.name for one in newest_first([four, five, back, later], "step5")][:2] == ["step7", "step6"]

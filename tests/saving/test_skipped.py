@@ -157,6 +157,20 @@ def test_a_repaired_checkpoint_is_read_again(where: Where) -> None:
         _save(where, "step6", 6, None)
 
 
+def test_a_run_that_was_restored_before_another_saved_abandons_nothing(where: Where) -> None:
+    storage, root = where
+    for number in (1, 3):
+        save_version(storage, root, Alone(), f"step{number}", number)
+    restored = read_manifest(storage, f"{root}/step1").attempt
+    for tag, parent in (("step4", (restored, "step3")), ("step5", (restored, "step3"))):
+        request = Request(tag, int(tag[-1]), 2, parent=parent)
+        save(storage, root, Alone(), request, part(version(int(tag[-1])), 0, 1), timeout=5.0)
+        storage.refresh([])
+    first, second = (read_manifest(storage, f"{root}/{tag}") for tag in ("step4", "step5"))
+    assert first.origin == restored  # what the run went back to
+    assert (second.origin, second.parent) == (None, first.attempt)  # another process has saved since
+
+
 def test_a_checkpoint_of_a_later_release_is_not_moved(where: Where) -> None:
     storage, root = where
     save_version(storage, root, Alone(), "step6", 6)

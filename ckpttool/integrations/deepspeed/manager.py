@@ -170,7 +170,7 @@ class CheckpointManager:
         self._checked: dict[str, weakref.ref[Any]] = {}
         self._saved: KnownEngines = {}
         self._skipped: dict[str, Skipped] = {}
-        self._parent: str | None = None
+        self._parent: tuple[str, str] | None = None
         self.committed: tuple[str, int] | None = None
         """Attempt and number of the last commit of this manager."""
         self.restored: LoadReport | None = None
@@ -566,7 +566,9 @@ class CheckpointManager:
             of_ranks = next((one for one in reports if one.rank_states), reports[0])
             self.restored = replace(reports[0], rank_state=of_ranks.rank_state, rank_states=of_ranks.rank_states)
             self.restored_path = path
-            self._parent = _attempt_of(storage, path) if ranks.rank == 0 and not options.dry_run else None
+            if ranks.rank == 0 and not options.dry_run:
+                with contextlib.suppress(CkptError):
+                    self._parent = _attempt_of(storage, path), Place(storage, self.root).newest
             return dict(reports[0].client_state)
         if first is not None:
             held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
@@ -578,8 +580,8 @@ class CheckpointManager:
             raise LayoutError(self.root, problem, hint)
         return None
 
-    def _parent_in(self, root: str) -> str | None:
-        """Return the attempt of the restored commit if it is in a root; None if the previous commit is the parent."""
+    def _parent_in(self, root: str) -> tuple[str, str] | None:
+        """Return ``Request.parent`` if the restored checkpoint is in a root, else None."""
         return self._parent if self.restored_path.startswith(f"{root.rstrip('/')}/") else None
 
     def preempted(self, *, reset: bool = False) -> bool:
