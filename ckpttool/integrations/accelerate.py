@@ -234,8 +234,7 @@ class AcceleratorSaves:
             except CkptError as error:
                 if input_dir is not None:
                     raise
-                if saves.ranks.rank == 0:
-                    LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
+                saves.skip(path, error)
                 first = first or error
                 continue
             self._continue(saves, posixpath.dirname(path), automatic=input_dir is None)

@@ -547,8 +547,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 except CkptError as error:
                     if self._resume is not None and error is not self._resume.failed:
                         raise  # of the training
-                    if saves.ranks.rank == 0:
-                        LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
+                    saves.skip(path, error)
                     first = first or error
                     trainer.model_wrapped = trainer.model  # for a new engine
         problem = f"holds {len(found)} checkpoints, and none can be restored"

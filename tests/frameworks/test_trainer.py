@@ -277,6 +277,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any], sta
     assert any(f"checkpoint-{STEPS}" in line and "trying the one before" in line for line in facts["told"])
     whole = runs[f"plain{stage}"]["losses"]
     assert _rest(facts["losses"]) == _rest(whole)
+    folder = facts["out"] / "run" / f"checkpoint-{STEPS}"
+    assert (folder / f"global_step{STEPS}.damaged").is_dir(), "the save of its step moved it aside"
+    assert not ckpttool.verify(folder, deep=True).findings
 
 
 def test_without_a_whole_checkpoint_a_resume_says_so(runs: dict[str, Any]) -> None:

@@ -220,6 +220,11 @@ class Folders:
         # The first rank waits for the others: its process may end then, and may run their store.
         return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
+    def skip(self, path: str, error: CkptError) -> None:
+        """As ``CheckpointManager.skip``; on every rank."""
+        if self.ranks.rank == 0:
+            self._manager.skip(path, error)
+
     def open(self, path: str) -> Checkpoint:
         """Open the checkpoint in the directory of a tag, on every rank.
 

@@ -554,10 +554,7 @@ class CheckpointManager:
                 if not fall_back:
                     raise
                 if ranks.rank == 0:  # the other ranks have the same error
-                    LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
-                    with contextlib.suppress(CkptError):
-                        if not isinstance(error, StorageError):  # which may pass
-                            self._skipped[path] = Skipped(state_of(storage, path), error.problem)
+                    self.skip(path, error)
                 first = first or error
                 continue
             if not options.dry_run and ranks.rank == 0:
@@ -579,6 +576,16 @@ class CheckpointManager:
             hint = f"restore one from a copy, {weights}or choose another root to start from scratch"
             raise LayoutError(self.root, problem, hint)
         return None
+
+    def skip(self, path: str, error: CkptError) -> None:
+        """Note a checkpoint that a restore passes over, on the first rank.
+
+        The next save marks it, so that no rotation counts it; the save of its step moves it aside.
+        """
+        LOG.warning("%s cannot be restored, trying the one before it: %s", path, error)
+        with contextlib.suppress(CkptError):
+            if not isinstance(error, StorageError):  # which may pass
+                self._skipped[path] = Skipped(state_of(self.source, path), error.problem)
 
     def _parent_in(self, root: str) -> tuple[str, str] | None:
         """Return ``Request.parent`` if the restored checkpoint is in a root, else None."""
@@ -636,8 +643,7 @@ class CheckpointManager:
             self.committed = manifest.attempt, manifest.number
             self._parent = None
             if ranks.rank == 0:
-                below = f"{root.rstrip('/')}/"
-                mark_skipped(self._storage, {p: one for p, one in self._skipped.items() if p.startswith(below)})
+                mark_skipped(self._storage, self._skipped)
         except CkptError as failed:
             error = failed
         except Exception as failed:
