@@ -221,7 +221,7 @@ def call(path: str, function: Callable[[], T], retries: Tally) -> T:
             if permanent is not None:
                 raise permanent from error
             if attempt == ATTEMPTS or (attempt > 1 and time.monotonic() - began > PATIENCE):
-                problem = f"the store failed {attempt} times, last with {_short_name(error)}"
+                problem = f"the store failed {attempt} times, last with {_short_name(error)}{_at_endpoint(error)}"
                 hint = _hint(error, "check the network and the endpoint, then try again")
                 raise StorageError(path, problem, hint, OPTIONS if hint == CHECKSUMS else ()) from error
         retries.add()
@@ -291,6 +291,16 @@ def _said(error: BaseException) -> str:
     """Return the message of the store's answer, without what may be a key or a token; "" without one."""
     message = str(next((found for _, found in _answers(error)), {}).get("Error", {}).get("Message", ""))
     return _KEY.sub(HIDDEN, printable(message, MAX_SAID)).strip().removesuffix(".")
+
+
+def _at_endpoint(error: BaseException) -> str:
+    """Return the endpoint that a client of botocore did not reach, as the rest of a sentence; "" if it is unknown."""
+    from urllib.parse import urlsplit  # only errors need it
+
+    given = (getattr(link, "kwargs", None) for link in _chain(error))
+    urls = (found.get("endpoint_url") for found in given if isinstance(found, dict))
+    parts = urlsplit(next((url for url in urls if isinstance(url, str)), ""))
+    return f" at {parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.scheme and parts.netloc else ""
 
 
 def _hint(error: BaseException, otherwise: str) -> str:

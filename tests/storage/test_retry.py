@@ -156,6 +156,18 @@ def test_a_refusal_names_the_permission_that_the_store_names(said: str, shown: s
     assert (error.problem == "access denied") == (not shown)
 
 
+def test_an_endpoint_that_is_not_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.storage.retry.FIRST_PAUSE", 0)
+
+    def fail() -> None:
+        raise EndpointConnectionError(endpoint_url="http://user:sesame@minio:9000/bucket/key?sesame=1")
+
+    with pytest.raises(StorageError) as caught:
+        call("s3://b/k", fail, Tally())
+    assert caught.value.problem.endswith("last with EndpointConnectionError at http://minio:9000")
+    assert "sesame" not in str(caught.value)
+
+
 CHECKSUMS = {
     "of an upload": answered("NotImplemented", "A header you provided is not implemented.", "PutObject", 501),
     "in the message": answered("Odd", "x-amz-sdk-checksum-algorithm is not supported"),
