@@ -332,10 +332,14 @@ class WeightChoice:
         parse_renamings(self.rename)
         selects = self.include or self.exclude or self.exclude_frozen or self.adapter_only
         renames = self.rename or self.rename_map
-        if self.optimizer and (self.to != "safetensors" or self.weights_from != "masters" or selects or renames):
+        if self.optimizer and self.to != "safetensors":
+            problem = "writes safetensors alone: torch.load cannot read single states of a file"
+            raise ArgumentError(
+                "optimizer", problem, 'write to="safetensors", or leave out optimizer', ("to", "optimizer")
+            )
+        if self.optimizer and (self.weights_from != "masters" or selects or renames):
             problem = "writes the whole model with its own names, as safetensors, from the fp32 master weights"
             others = (
-                "to",
                 "weights_from",
                 "include",
                 "exclude",
