@@ -75,7 +75,7 @@ class Manifest:
     parent: str = ""
     """``attempt`` of the previous commit, which ``latest`` named; "" without one."""
     origin: str | None = None
-    """``attempt`` of the commit that the run was restored from before this save, "" if that was no commit; None if it
+    """``attempt`` of the commit that the run was restored from before this save, "" for another checkpoint; None if it
     went on from ``parent``, as in manifests of old releases."""
     number: int = 0
     """``number`` of the parent plus one: clocks do not order commits. 0 in manifests of old releases."""

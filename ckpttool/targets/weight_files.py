@@ -333,10 +333,8 @@ class WeightChoice:
         selects = self.include or self.exclude or self.exclude_frozen or self.adapter_only
         renames = self.rename or self.rename_map
         if self.optimizer and self.to != "safetensors":
-            problem = "writes safetensors alone: torch.load cannot read single states of a file"
-            raise ArgumentError(
-                "optimizer", problem, 'write to="safetensors", or leave out optimizer', ("to", "optimizer")
-            )
+            hint = 'write to="safetensors", or leave out optimizer'
+            raise ArgumentError("optimizer", "is written as safetensors only", hint, ("to", "optimizer"))
         if self.optimizer and (self.weights_from != "masters" or selects or renames):
             problem = "writes the whole model with its own names, as safetensors, from the fp32 master weights"
             others = (
@@ -348,7 +346,7 @@ class WeightChoice:
                 "rename",
                 "rename_map",
             )
-            raise ArgumentError("optimizer", problem, f"leave out {', '.join(others[1:])}", others)
+            raise ArgumentError("optimizer", problem, f"leave out {', '.join(others)}", others)
 
 
 @dataclass(frozen=True, slots=True)
