@@ -148,7 +148,7 @@ class CatalogEntry:
     sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
     """The names of its files, with "#" for each number."""
     committed: bool = False
-    """Whether it has a manifest of ckpttool, which names the checkpoint that it was trained from."""
+    """Whether it has a manifest of ckpttool."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
@@ -159,7 +159,7 @@ class CatalogEntry:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether a restore has skipped it, and a save has marked it."""
+        """Whether it has the mark of a checkpoint that a restore has skipped."""
         return (self.problem or "").startswith(SKIPPED)
 
     @property
@@ -169,7 +169,7 @@ class CatalogEntry:
 
     @property
     def condition(self) -> str:
-        """What is said of it: "whole", "torn", "not read (--follow-links)", or "a root" of checkpoints."""
+        """One of "whole", "torn", "not read (--follow-links)" and "a root" (of checkpoints)."""
         if self.whole:
             return "whole"
         return "a root" if self.is_root else "not read (--follow-links)" if self.is_unread else "torn"

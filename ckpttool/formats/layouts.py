@@ -71,7 +71,7 @@ class RunLayout(NamedTuple):
     models: tuple[str, ...] = ()
     """Directories of the models inside."""
     own_names: bool = True
-    """Whether no tag of DeepSpeed has such a name, so that it names a directory above a tag."""
+    """Whether such a name is always of a directory above a tag, never of a tag."""
 
 
 _OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pytorch_model_fsdp_0_rank\d+\.bin"
@@ -208,9 +208,9 @@ class Place:
 
     @cached_property
     def _is_step(self) -> bool:
-        """Whether files of ranks in the directory are its own, though it also contains ``latest`` and tags.
+        """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It is a commit, or has a name that trainers choose for tags: then a run was saved below it.
+        It has files of ranks, and it is a commit or has a name that trainers choose for tags.
         """
         if not self.rank_files:
             return False

@@ -103,7 +103,7 @@ class Found:
 
     @property
     def damaged(self) -> bool:
-        """Whether a restore has skipped it, and no file of it changed since."""
+        """Whether it has the mark of a skipped checkpoint, and no file changed since the mark."""
         return self.damage is not None
 
     @cached_property
