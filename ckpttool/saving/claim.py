@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.commit import is_commit, read_mark
-from ckpttool.commit.manifest import REPLACED, read_manifest
+from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import (
     ALIVE,
     TAKEN,
@@ -111,8 +111,7 @@ class Claim:
             return "unfinished"
         self.problem = "" if skipped is None else skipped.problem
         if self._is_damaged() or (skipped is not None and state_of(storage, directory) == skipped.state):
-            if not self._has_engines():
-                self._check_alone()
+            self._check_alone()
             return "damaged"
         if not overwrite:
             self.problem = self._torn()
@@ -304,13 +303,6 @@ class Claim:
             others = (one.path for one in commits(scan(storage, self.root)) if one.path != directory)
             check_not_only(storage, directory, others)
             storage.remove_tree(directory)
-
-    def _has_engines(self) -> bool:
-        """Return whether the checkpoint is of several engines: those below it are its own."""
-        try:
-            return bool(read_manifest(self._storage, self.directory).engines)
-        except CkptError:
-            return False
 
     def _is_damaged(self) -> bool:
         """Return whether a killed save has begun to move the checkpoint."""

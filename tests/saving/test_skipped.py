@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import posixpath
 from typing import TYPE_CHECKING
 
@@ -169,6 +170,18 @@ def test_a_run_that_was_restored_before_another_saved_abandons_nothing(where: Wh
     first, second = (read_manifest(storage, f"{root}/{tag}") for tag in ("step4", "step5"))
     assert first.origin == restored  # what the run went back to
     assert (second.origin, second.parent) == (None, first.attempt)  # another process has saved since
+
+
+def test_a_torn_one_that_no_save_writes_any_more_is_moved_without_a_restore(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step6", 6, torn=True)
+    with pytest.raises(StorageError, match="holds other files"):
+        _save(where, "step6", 6, None)  # a save of DeepSpeed may still write it
+    for file in (tmp_path / "step6").iterdir():
+        os.utime(file, (1e9, 1e9))
+    _save(where, "step6", 6, None)
+    assert whole(str(tmp_path)) == {"step6": version(6)}
+    assert (tmp_path / "step6.damaged").is_dir()
 
 
 def test_a_checkpoint_of_a_later_release_is_not_moved(where: Where) -> None:
