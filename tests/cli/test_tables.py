@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHECKPOINT, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16")
+LONG_AGO = time.time() - 10.5 * 86_400
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w.])")
-
 
 COMMANDS: dict[str, tuple[object, ...]] = {
     "stats": ("stats", CHECKPOINT, "--optimizer"),
@@ -41,6 +43,8 @@ def test_no_number_breaks_on_a_terminal(name: str, columns: int, tmp_path: Path)
     run = tmp_path / "run"
     for step in (3, 6):
         shutil.copytree(f"{CHECKPOINT}/global_step3", run / f"a-rather-long-name-of-an-experiment-global_step{step}")
+    for path in (run, *run.rglob("*")):
+        os.utime(path, (LONG_AGO, LONG_AGO))  # `ls` prints ages, which change while the test runs
     first, second = sorted(run.iterdir())
     paths = {"RUN": run, "OUT": tmp_path / "out", "FIRST": first, "SECOND": second}
     command = [paths.get(str(argument), argument) for argument in COMMANDS[name]]
