@@ -16,7 +16,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.formats.rank_files import in_order
-from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, tensor_problem
+from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, difference
 from ckpttool.messages import brief
 from ckpttool.model.names import with_names_of
 from ckpttool.model.rank_digest import APART, RankDigest, merge
@@ -99,13 +99,13 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
         if merged.contradictions:
             raise _error("live_digest", merged.contradictions)
         left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
-        left_out += [f"{name} of ranks after the first" for name in merged.buffers]
+        left_out += [f"{item.name} of ranks after the first" for item in merged.apart if item.key == WEIGHTS]
         if left_out:
             LOG.warning("live_digest left out %s", "; ".join(left_out))
         return merged.state.to_json()
 
     def own() -> dict[str, str]:
-        return _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()
+        return _state_of(model, optimizer, scheduler).digest().to_json()
 
     return StateDigest.from_json(exchange(ranks, "live_digest", own, decide, timeout=timeout))
 
@@ -248,7 +248,7 @@ def _compare_rounded(
 
     def decide(messages: list[Any]) -> list[list[str]]:
         saved = {name: TensorDigest.parse(text) for own in messages for name, text in own.items()}
-        problems = {name: tensor_problem(one, live[name]) for name, one in saved.items()}
+        problems = {name: difference(one, live[name]) for name, one in saved.items()}
         return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
 
     found = exchange(ranks, checkpoint.location, own, decide, timeout=timeout)

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,8 +17,12 @@ from ckpttool import digests
 from ckpttool.model import MODULE
 from ckpttool.model.state_digest import (
     GATHERED,
+    OPTION,
+    STATE,
     STEP,
+    VALUE,
     WEIGHTS,
+    Item,
     Mismatch,
     StateDigest,
     TensorDigest,
@@ -143,46 +147,47 @@ class Merged(NamedTuple):
     mismatches: list[Mismatch]
     """Contradictions of the ranks in their tensors."""
     apart: Apart
-    """Numbers, hyper-parameters and values that differ between ranks; see ``contradictions``."""
+    """Items that differ between ranks: numbers, hyper-parameters, values and buffers."""
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
-    buffers: dict[str, dict[int, int]]
-    """Digest on each rank of the buffers that differ between ranks, or that some ranks lack."""
 
     @property
     def contradictions(self) -> list[Mismatch]:
         """All differences between ranks that should have one state."""
-        allowed = {*self.unproven, *(self.state.differing or ())}
-        apart = contradictions({item: found for item, found in self.apart.items() if item[0] not in allowed})
-        return [*self.mismatches, *apart]
+        allowed, differing = self.unproven.keys(), self.state.differing or ()
+        odd = {
+            i: found for i, found in self.apart.items() if i.key not in allowed and (i.name or i.key) not in differing
+        }
+        return [*self.mismatches, *contradictions(odd)]
 
 
-Item = tuple[str, str]
-"""Name of a number, a hyper-parameter or a value, and its owner: a parameter, "the group of" one, or ""."""
-Apart = Mapping[Item, Mapping[str | None, Sequence[int]]]
-"""For each item the ranks that have each text; None for ranks that lack it."""
-
-
-def of_group(parameter: str) -> str:
-    """Return the owner of the hyper-parameters of a parameter, in messages."""
-    return f"the group of {parameter}"
+Fact = TensorDigest | str
+"""A digest, or the text of a number, a hyper-parameter or a value."""
+Apart = Mapping[Item, Mapping[Fact | None, Sequence[int]]]
+"""For each item the ranks that have each value; None for ranks that lack it."""
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message."""
+    """Return ranks as text for a message; "" for none."""
     listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
-    return f" on rank{'s' * (len(ranks) > 1)} {listed}"
+    return f" on rank{'s' * (len(ranks) > 1)} {listed}" if ranks else ""
+
+
+def told(fact: Fact | None) -> str:
+    """Return a value as text for a message."""
+    if isinstance(fact, TensorDigest):
+        return f"{fact.dtype} {list(fact.shape)}"
+    return "missing" if fact is None else short(fact)
 
 
 def contradictions(apart: Apart) -> list[Mismatch]:
     """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
     result: dict[tuple[str, str, str], Mismatch] = {}
-    for (key, owner), found in apart.items():
+    for item, found in apart.items():
         first, *others = sorted(found.items(), key=lambda one: one[1][0])
-        texts = [f"{'missing' if text is None else short(text)}{on_ranks(ranks)}" for text, ranks in (*others, first)]
-        problem = f"is {', but '.join(texts)}"
-        once = "" if owner.startswith(of_group("")) else owner
-        result.setdefault((key, once, problem), Mismatch(key, owner, problem))
+        problem = f"is {', but '.join(f'{told(fact)}{on_ranks(ranks)}' for fact, ranks in (*others, first))}"
+        once = "" if item.kind == OPTION else item.name
+        result.setdefault((item.key, once, problem), Mismatch(item.key, item.owner, problem))
     return list(result.values())
 
 
@@ -195,27 +200,22 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     """
     tensors, mismatches, buffers, holders = _merge_parts(ranks, whole=whole)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
-    partitioned = any(own.partitioned for own in ranks)
     everyone = range(len(ranks))
-    apart: dict[Item, Mapping[str | None, Sequence[int]]] = {}
-    numbers: dict[str, dict[str, float]] = {}
+    numbers = _apart(ranks, lambda rank: rank.numbers, _numbers, lambda item: holders.get(item.name, everyone))
+    options = _apart(
+        ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda item: holders.get(item.name, ())
+    )
+    values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
+    if any(own.partitioned for own in ranks):
+        unproven |= {i.key: OF_PARTITIONS for i, found in numbers.items() if i.key != STEP and None not in found}
+        unproven |= {
+            i.key: "it is a hyper-parameter of each partition" for i, found in options.items() if None not in found
+        }
+    all_numbers: dict[str, dict[str, float]] = {}
     for own in _distinct(ranks, lambda rank: rank.numbers):
         for key, held in own.numbers.items():
-            for name, number in held.items():
-                numbers.setdefault(key, {}).setdefault(name, number)
-    texts = _apart(ranks, lambda rank: rank.numbers, _numbers, lambda item: holders.get(item[1], everyone))
-    apart |= texts
-    if partitioned:
-        unproven |= {key: OF_PARTITIONS for (key, _), found in texts.items() if key != STEP and None not in found}
-    in_groups = _apart(ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda name: holders.get(name, ()))
-    for name, options in in_groups.items():
-        by_key = _by_key(options)
-        apart |= {(key, of_group(name)): found for key, found in by_key.items()}
-        if partitioned and None not in options:
-            unproven |= dict.fromkeys(by_key, "it is a hyper-parameter of each partition")
-    values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
-    differing = {name for (name, _), found in values.items() if _is_client(name)}
-    apart |= values
+            if key not in unproven:
+                all_numbers[key] = {**held, **all_numbers.get(key, {})}
     groups: dict[tuple[tuple[str, str], ...], int] = {}
     group_of: dict[str, int] = {}
     for own in _distinct(ranks, lambda rank: (rank.groups, rank.group_of)):
@@ -225,23 +225,19 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
             group_of.setdefault(name, numbered[group])
     state = StateDigest(
         tensors=tensors,
-        numbers={key: found for key, found in numbers.items() if key not in unproven},
+        numbers=all_numbers,
         groups=[dict(options) for options in groups],
         group_of=group_of,
         values=dict(ranks[0].values)
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
-        differing=frozenset(differing | buffers.keys()),
+        differing=frozenset(item.name or item.key for item in (*buffers, *values) if item.name or _is_client(item.key)),
     )
-    return Merged(state, mismatches, apart, unproven, buffers)
+    return Merged(state, mismatches, {**buffers, **numbers, **options, **values}, unproven)
 
 
 OF_PARTITIONS = "it is a number of each partition"
 """Why a number of an optimizer that steps on partitions is left out."""
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", bound=Hashable)
-Options = tuple[tuple[str, str], ...]
-"""Hyper-parameters of a group, sorted by name."""
 
 
 def _is_client(name: str) -> bool:
@@ -264,9 +260,9 @@ def _identity(found: Any) -> Any:
 def _apart(
     ranks: Sequence[RankDigest],
     of: Callable[[RankDigest], T],
-    texts: Callable[[T], Iterable[tuple[K, V]]],
-    holders: Callable[[K], Iterable[int]],
-) -> dict[K, dict[V | None, list[int]]]:
+    texts: Callable[[T], Iterable[tuple[Item, str]]],
+    holders: Callable[[Item], Iterable[int]],
+) -> dict[Item, dict[Fact | None, Sequence[int]]]:
     """Return the items that are not the same on all ranks that must have them, each with the ranks of each text.
 
     Args:
@@ -280,11 +276,11 @@ def _apart(
         owners.setdefault(_identity(of(own)), (of(own), []))[1].append(rank)
     if len(owners) == 1:
         return {}
-    found: dict[K, dict[V | None, list[int]]] = {}
+    found: dict[Item, dict[Fact | None, list[int]]] = {}
     for held, numbers in owners.values():
         for item, text in texts(held):
             found.setdefault(item, {}).setdefault(text, []).extend(numbers)
-    result = {}
+    result: dict[Item, dict[Fact | None, Sequence[int]]] = {}
     for item, by_text in found.items():
         there = {rank for numbers in by_text.values() for rank in numbers}
         lacking = [rank for rank in holders(item) if rank not in there]
@@ -298,41 +294,31 @@ def _apart(
 def _numbers(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[Item, str]]:
     for key, own in found.items():
         for name, number in own.items():
-            yield (key, name), canonical(number)
+            yield Item(STATE, key, name), canonical(number)
 
 
-def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> Iterator[tuple[str, Options]]:
-    groups = [tuple(sorted(options.items())) for options in found[0]]
-    for name, group in found[1].items():
-        yield name, groups[group]
+def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> Iterator[tuple[Item, str]]:
+    groups, group_of = found
+    for name, group in group_of.items():
+        for key, text in groups[group].items():
+            yield Item(OPTION, key, name), text
 
 
 def _values(found: Mapping[str, str]) -> Iterator[tuple[Item, str]]:
     for name, text in found.items():
-        yield (name, ""), text
-
-
-def _by_key(found: Mapping[Options | None, Sequence[int]]) -> dict[str, dict[str | None, list[int]]]:
-    """Return the texts of each hyper-parameter that differs between ranks, from all hyper-parameters of each rank."""
-    texts: dict[str, dict[str | None, list[int]]] = {}
-    keys = dict.fromkeys(key for options in found for key, _ in options or ())
-    for options, ranks in found.items():
-        own = dict(options or ())
-        for key in keys:
-            texts.setdefault(key, {}).setdefault(own.get(key), []).extend(ranks)
-    return {key: own for key, own in texts.items() if len(own) > 1}
+        yield Item(VALUE, name), text
 
 
 def _merge_parts(
     ranks: Sequence[RankDigest], *, whole: bool
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, dict[int, int]], dict[str, list[int]]]:
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
 
     Returns:
-        The tensors; contradictions; the digests of the buffers that differ; and the ranks that have elements of each
-        parameter.
+        The tensors; contradictions; the buffers that differ between ranks, or that some lack; and the ranks that have
+        elements of each parameter.
     """
     numbers: dict[Part, int] = {}
     indexes: dict[int, NDArray[np.uint64]] = {}
@@ -360,9 +346,7 @@ def _merge_parts(
             continue
         problem = f"{APART} {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
-    buffers = {
-        parts[n].name: {int(rank[at]): digests.joined(rows[at, 2:]) for at in np.flatnonzero(tensor == n)} for n in odd
-    }
+    buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}
     unique, owners = rows[firsts], tensor[firsts]
     edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))
@@ -394,8 +378,32 @@ def _merge_parts(
                 mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
         elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    for name, gathered in tensors.pop(GATHERED, {}).items():
+        key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
+        same = tensors[key][name].value == gathered.value
+        mismatches += [] if same else [Mismatch(key, name, "is not the same gathered and partitioned")]
     holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
     return tensors, mismatches, buffers, holders
+
+
+def _buffers(
+    odd: Sequence[tuple[int, Part]],
+    rows: NDArray[np.uint64],
+    tensor: NDArray[np.uint64],
+    rank: NDArray[np.intp],
+    ranks: int,
+) -> Apart:
+    """Return the ranks that have each value of some buffers, given by number; None for ranks that lack it."""
+    result: dict[Item, dict[Fact | None, list[int]]] = {}
+    for number, part in odd:
+        found = result.setdefault(Item(STATE, WEIGHTS, part.name), {})
+        for at in np.flatnonzero(tensor == number):
+            one = TensorDigest(part.dtype, part.shape, digests.joined(rows[at, 2:]))
+            found.setdefault(one, []).append(int(rank[at]))
+    for found in result.values():
+        lacking = sorted({*range(ranks)}.difference(*found.values()))
+        found |= {None: lacking} if lacking else {}
+    return result
 
 
 def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[int]:

@@ -54,6 +54,74 @@ class TensorDigest(NamedTuple):
         return cls(dtype, () if shape == "-" else tuple(map(int, shape.split("x"))), int(value, 16))
 
 
+class Item(NamedTuple):
+    """The name of one item of a state."""
+
+    kind: str
+    """STATE, MEMBER, OPTION or VALUE."""
+    key: str
+    """State ("weights", "exp_avg", "step"), hyper-parameter, or name of a value: "scheduler.last_epoch"."""
+    name: str = ""
+    """Parameter or buffer; "" for a value."""
+
+    @property
+    def owner(self) -> str:
+        """Whose it is, for messages."""
+        return f"the group of {self.name}" if self.kind == OPTION else self.name
+
+
+STATE = "state"
+"""Kind of the tensors and numbers of a parameter or a buffer."""
+MEMBER = "member"
+"""Kind of the items that say which parameters the optimizer has."""
+OPTION = "option"
+"""Kind of the hyper-parameters of a parameter."""
+VALUE = "value"
+"""Kind of the values of a run."""
+
+
+def tied_names(*aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the other names of each tied parameter.
+
+    Args:
+        aliases: The stored name of each other name; of several states.
+    """
+    result: dict[str, dict[str, None]] = {}
+    for one in aliases:
+        sets: dict[str, list[str]] = {}
+        for alias, name in one.items():
+            sets.setdefault(name, [name]).append(alias)
+        for names in sets.values():
+            for name in names:
+                result.setdefault(name, {}).update((other, None) for other in names if other != name)
+    return {name: list(others) for name, others in result.items()}
+
+
+def paired(
+    a: Mapping[Item, Any], b: Mapping[Item, Any], tied: Mapping[str, Sequence[str]]
+) -> list[tuple[Item | None, Item | None]]:
+    """Pair all items of two states; None where one state has no such item.
+
+    Args:
+        a: The items of one state.
+        b: The items of the other.
+        tied: ``tied_names``: a state may have a tied parameter under one of its names, or under several.
+
+    Returns:
+        The items of ``a`` in their order, each with the one of ``b``; then the others of ``b``.
+    """
+
+    def other(item: Item, there: Mapping[Item, Any]) -> Item | None:
+        if item in there:
+            return item
+        names = tied.get(item.name, ())
+        return next((one for name in names if (one := item._replace(name=name)) in there), None)
+
+    pairs: list[tuple[Item | None, Item | None]] = [(item, other(item, b)) for item in a]
+    taken = {there for _, there in pairs}
+    return [*pairs, *((other(item, a), item) for item in b if item not in taken)]
+
+
 class Mismatch(NamedTuple):
     """A part of a live state that differs from the saved one."""
 
@@ -89,6 +157,19 @@ class StateDigest:
     def count(self) -> int:
         """Number of tensors."""
         return sum(map(len, self.tensors.values()))
+
+    def items(self) -> dict[Item, TensorDigest | str]:
+        """Return all of them by item: numbers, hyper-parameters and values as ``canonical`` text."""
+        result: dict[Item, TensorDigest | str] = {}
+        for key, tensors in self.tensors.items():
+            result.update((Item(STATE, key, name), one) for name, one in tensors.items())
+        for key, numbers in self.numbers.items():
+            result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
+        for name, group in self.group_of.items():
+            result[Item(MEMBER, "", name)] = ""
+            result.update((Item(OPTION, key, name), text) for key, text in self.groups[group].items())
+        result.update((Item(VALUE, name), text) for name, text in self.values.items())
+        return result
 
     def to_json(self) -> dict[str, Any]:
         """Return the digests as JSON data."""

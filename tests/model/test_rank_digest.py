@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, merge
-from ckpttool.model.state_digest import TensorDigest
+from ckpttool.model.state_digest import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
 
@@ -44,10 +44,11 @@ def test_a_buffer_may_differ_between_ranks_and_the_first_counts() -> None:
     found = merge([_rank((0, 4, n), is_buffer=True) for n in (5, 6, 5)])
     assert found.mismatches == []
     assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5
-    values = {rank: 1 << 64 | n for rank, n in enumerate((5, 6, 5))}
-    assert found.buffers == {"a": values}
-    assert merge([_rank((0, 4, 5), is_buffer=True), _rank()]).buffers == {"a": {0: 1 << 64 | 5}}
-    assert merge([_rank((0, 4, 5), is_buffer=True)] * 2).buffers == {}
+    five, six = (TensorDigest("F32", (4,), 1 << 64 | n) for n in (5, 6))
+    item = Item("state", "weights", "a")
+    assert found.apart == {item: {five: [0, 2], six: [1]}}
+    assert merge([_rank((0, 4, 5), is_buffer=True), _rank()]).apart == {item: {five: [0], None: [1]}}
+    assert merge([_rank((0, 4, 5), is_buffer=True)] * 2).apart == {}
 
 
 def test_numbers_of_ranks_must_agree_unless_they_are_of_partitions() -> None:

@@ -27,7 +27,6 @@ from ckpttool.model import DeviceMesh
 from ckpttool.model.names import WRAPPERS, plain_name
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import (
-    GATHERED,
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
     STEP,
@@ -108,18 +107,17 @@ class LiveState(RankFacts):
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def digest(self, found: Sequence[int] | None = None, *, gathered: bool = True) -> RankDigest:
+    def digest(self, found: Sequence[int] | None = None) -> RankDigest:
         """Digest the state of this rank.
 
         Args:
             found: Digests of the pieces, if they are known.
-            gathered: Whether to include weights that are gathered beside their partitions.
         """
         values = self._digests() if found is None else found
         kept = [
             (piece, value)
             for piece, value in zip(self.pieces, values, strict=True)
-            if (piece.tensor.numel() or piece.whole) and (gathered or piece.key != GATHERED)
+            if piece.tensor.numel() or piece.whole
         ]
         rows = [[p.place, p.tensor.numel(), value & digests.MASK, value >> 64] for p, value in kept]
         return RankDigest(
