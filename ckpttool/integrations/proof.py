@@ -16,12 +16,12 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.formats.rank_files import in_order
-from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, difference
+from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model.names import with_names_of
 from ckpttool.model.rank_digest import APART, RankDigest, merge
 from ckpttool.model.selection import contents, find
-from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest
+from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
 from ckpttool.plan.builder import source_files
 from ckpttool.saving.coordination import agree_to_begin, exchange
 

@@ -13,18 +13,22 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
-from ckpttool.model.rank_digest import contradictions, merge, on_ranks, told
+from ckpttool.model.rank_digest import merge, on_ranks
 from ckpttool.model.state_digest import (
     MEMBER,
     NOT_COMPARED,
     OPTION,
+    OTHER_TYPE,
     STATE,
+    STEP,
     VALUE,
     WEIGHTS,
     Item,
     Mismatch,
     StateDigest,
     TensorDigest,
+    canonical,
+    difference,
     leaves,
     paired,
     tied_names,
@@ -34,15 +38,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.model import Checkpoint
-    from ckpttool.model.rank_digest import Fact, Merged, RankDigest
+    from ckpttool.model.rank_digest import Merged, RankDigest
+    from ckpttool.model.state_digest import Fact
 
 _COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
 """Counters of DeepSpeed's engine, which other models do not have."""
 _COPIES = frozenset({WEIGHTS, MODULE})
-OTHER_VALUES = "has other values than were saved"
-"""Begins the problem of a tensor whose values differ."""
-OTHER_TYPE = "has another type than was saved, with equal values"
-"""Begins the problem of a tensor whose values are equal."""
 
 
 class Reason(Enum):
@@ -67,6 +68,7 @@ class Reason(Enum):
     OF_LATER_RANKS = "{names} of the ranks after the first, which differ from it"
     OBJECTS = "{names}: objects whose values cannot be compared"
     CLASSES = "{names}: an older release recorded only the classes of objects"
+    STEPS = "step of {names}: an older release recorded the largest step of a group"
     SCHEDULER = "the scheduler: {why}"
     CLIENT_STATE = "the client state, such as {first}: the save recorded no digests"
     RANK_STATE = "the rank state: the save recorded no digests"
@@ -175,7 +177,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
             compared[part.item] = part.saved
     names = dict.fromkeys(_told_as(item) for item in compared if item.kind != MEMBER)
     return Comparison(
-        mismatches=[*live.mismatches, *mismatches.values(), *sides.contradictions()],
+        mismatches=[*live.mismatches, *mismatches.values()],
         notes=_notes(found),
         rounded=rounded,
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
@@ -184,12 +186,12 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
 
 
 def _told_as(item: Item) -> str:
-    """Return the name of an item in the list of what was compared."""
+    """Return the name of an item in the list of the compared parts."""
     return {STATE: item.key, OPTION: "hyper-parameters", VALUE: _kind(item.key)}[item.kind]
 
 
 def _notes(found: Iterable[LeftOut]) -> list[str]:
-    """Return the parts that were left out as text: those of one reason together."""
+    """Return the parts that were left out, as text by reason."""
     order = [*Reason]
     names: dict[tuple[Reason, str], dict[str, None]] = {}
     for one in found:
@@ -243,14 +245,15 @@ class _Sides:
         scheduler: str,
     ) -> None:
         self.scope, self.checkpoint, self.scheduler = scope, checkpoint, scheduler
-        self.state, self.apart, self.record = live.state, live.apart, saved
+        self.state, self.record = live.state, saved
         self.recorded = checkpoint.digests is not None
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
         self.others = sorted({name for own in ranks for name in own.others})
         self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.weights_only = scope.weights_only or scope.without_optimizer or not self.trains
-        self.live: dict[Item, Fact | None] = {**dict.fromkeys(live.apart), **live.state.items()}
+        self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
+        self.live = {**{item: {fact: ()} for item, fact in live.state.items().items()}, **live.apart}
         self.saved = saved.items()
         self.unnamed = self._masters_without_name()
         # What was the same on all ranks at the save must be so now.
@@ -272,7 +275,7 @@ class _Sides:
         self.may_differ &= self.may_differ if saved.differing is None else saved.differing
 
     def _masters_without_name(self) -> set[str]:
-        """Take the weights in files without ZeRO for module copies where these are what the live run has.
+        """Take the weights in files without ZeRO for module copies where the live run has these.
 
         Such files may have masters that they do not name.
         """
@@ -297,32 +300,16 @@ class _Sides:
         return found
 
     def parts(self) -> Iterable[_Part]:
-        """Yield all items of both sides; those of the first rank where ranks may differ."""
-        for there, here in self.pairs:
-            item = there or here
-            if item is None or (there is None and self._contradicts(item)):
-                continue
-            saved, live = (None if i is None else own.get(i) for i, own in ((there, self.saved), (here, self.live)))
-            found = self.apart.get(here or item)
-            if found is None:
-                yield _Part(item, saved, live)
-            elif (item.name or item.key) not in self.may_differ:
-                yield from (_Part(item, saved, own, ranks) for own, ranks in found.items())
-            elif saved in found if item.name else saved == live:  # files may have a buffer of any rank
-                yield from (_Part(item, saved, own, ranks, counts=own == saved) for own, ranks in found.items())
+        """Yield all items of both sides."""
+        for item, saved, found in self.pairs:
+            live = found or {None: ()}
+            first = next((own for own, ranks in live.items() if not ranks or 0 in ranks), None)
+            if (item.name or item.key) not in self.may_differ:
+                yield from (_Part(item, saved, own, ranks) for own, ranks in live.items())
+            elif saved in live if item.name else saved == first:  # files may have a buffer of any rank
+                yield from (_Part(item, saved, own, ranks, counts=own == saved) for own, ranks in live.items())
             else:
-                yield _Part(item, saved, live)
-
-    def _contradicts(self, item: Item) -> bool:
-        """Return whether ranks differ in a number or a hyper-parameter that the save does not have."""
-        found, of_optimizer = self.apart.get(item, ()), item.kind == OPTION or item.key not in _COPIES
-        left_out = self.weights_only or item.key in self.unproven or item.key in self.scope.without
-        return len(found) > 1 and item.kind != VALUE and of_optimizer and not left_out
-
-    def contradictions(self) -> list[Mismatch]:
-        """Return the differences between ranks in what the save does not have."""
-        lacking = {here for there, here in self.pairs if there is None and here}
-        return contradictions({i: found for i, found in self.apart.items() if i in lacking and self._contradicts(i)})
+                yield _Part(item, saved, first)
 
     def verdict(self, part: _Part) -> LeftOut | Mismatch | None:
         """Return why a part is left out, or how it differs, or None if it is equal."""
@@ -391,13 +378,13 @@ class _Sides:
         if name in scope.without_states_of:
             joined = name not in self.trained and name in self.weights
             return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
-        if name in self.frozen and (live is None or kind == STATE):
+        if name in self.frozen and live is None:
             return LeftOut(Reason.FROZEN, name)
         if kind == OPTION and "groups" in scope.without:
             return LeftOut(Reason.OPTIONS)
         if saved is None:
             return self._surplus(part)
-        if live is None and not part.ranks and kind == OPTION:  # MEMBER tells of parameters that are in no group
+        if live is None and not part.ranks and kind == OPTION:  # MEMBER names parameters in no group
             return LeftOut(Reason.NOT_LIVE if name in self.trained_now else Reason.ASKED, key)
         return LeftOut(Reason.ASKED) if kind == MEMBER and name not in self.weights_now else None
 
@@ -406,11 +393,13 @@ class _Sides:
         (kind, key, name), live = part.item, part.live
         if not self.record.group_of or (kind == MEMBER and (name in self.trained or name not in self.weights)):
             return LeftOut(Reason.ASKED)
+        if part.ranks:
+            return None
         if kind == OPTION:
             return LeftOut(Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key)
         if isinstance(live, TensorDigest):
-            weight = self.live.get(Item(STATE, WEIGHTS, name))
-            if live.value and isinstance(weight, TensorDigest) and live.shape != weight.shape:
+            weight = self.state.tensors.get(WEIGHTS, {}).get(name, live)
+            if live.value and live.shape != weight.shape:
                 return LeftOut(Reason.OTHER_SHAPE, key)
             return None if live.value else LeftOut(Reason.ASKED)  # training makes states of 0
         if kind == STATE and key not in self.record.numbers:
@@ -433,37 +422,21 @@ class _Sides:
             if problem.startswith(OTHER_TYPE) and (self.scope.casts or self.weights_only):
                 return LeftOut(Reason.CAST, f"{item.name} ({saved.dtype}, now {live.dtype})")
         old = self.recorded and self.record.differing is None
+        if old and item.key == STEP and saved == self._largest_step(item.name):
+            return LeftOut(Reason.STEPS, item.name)
         if old and isinstance(saved, str) and isinstance(live, str) and _may_be_objects(saved, live):
             return LeftOut(Reason.CLASSES, text)
         return Mismatch(item.key, item.owner, problem)
 
+    def _largest_step(self, name: str) -> str:
+        """Return the largest step in the group of a parameter: release 0.1 recorded it for optimizers of DeepSpeed."""
+        groups, steps = self.state.group_of, self.state.numbers.get(STEP, {})
+        own = [steps[other] for other, group in groups.items() if group == groups.get(name) and other in steps]
+        return canonical(max(own)) if own and self.checkpoint.optimizer.startswith("deepspeed.") else ""
+
 
 JOINED = "is trained now, and was frozen at the save"
 LEFT = "is in no group of the optimizer, and was trained at the save"
-
-
-def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
-    """Return how a live value differs from the saved one; "" if it does not.
-
-    Args:
-        saved: The saved value; None if it was not saved.
-        live: The live value; None if it is missing.
-        on: The ranks that have it, as text.
-    """
-    if saved is None and isinstance(live, TensorDigest):
-        return "is in the live state alone, and not 0"
-    if saved is None:
-        return f"is {told(live)}{on}, and was not saved"
-    if not isinstance(saved, TensorDigest) or not isinstance(live, TensorDigest):
-        was = "" if isinstance(saved, TensorDigest) and live is None else f", but was saved as {told(saved)}"
-        return f"is {told(live)}{on}{was}"
-    same = saved.shape == live.shape or {saved.shape, live.shape} == {(), (1,)}  # universal: no 0-dim tensors
-    if kind_of(saved.dtype) != kind_of(live.dtype) or not same:
-        return f"is {told(live)}{on}, but was saved as {told(saved)}"
-    types = "" if saved.dtype == live.dtype else f": it is {live.dtype}, and was {saved.dtype}"
-    if saved.value != live.value:
-        return f"{OTHER_VALUES}{on}{types}"
-    return f"{OTHER_TYPE}{on}{types}" if types else ""
 
 
 def _is_rounded(saved: Fact | None, live: Fact | None) -> bool:
@@ -486,7 +459,7 @@ def _may_be_objects(*texts: str) -> bool:
 def _of_files(live: Iterable[str], checkpoint: Checkpoint) -> tuple[dict[str, str], list[LeftOut]]:
     """Return the values of a scheduler in a distributed checkpoint; and the values that no save digested.
 
-    Such a checkpoint has the items of all objects under paths. Those of the scheduler are the ones that have its keys.
+    Such a checkpoint has the items of all objects under paths. The items that have the scheduler's keys are its state.
     """
     items = {path[1:]: text for path, text in leaves("", checkpoint.client_state, not_read).items()}
     scheduler = {name.partition(".")[2] for name in live if _kind(name) == "scheduler"}

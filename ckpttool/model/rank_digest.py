@@ -22,12 +22,13 @@ from ckpttool.model.state_digest import (
     STEP,
     VALUE,
     WEIGHTS,
+    Fact,
     Item,
     Mismatch,
     StateDigest,
     TensorDigest,
     canonical,
-    short,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ class Merged(NamedTuple):
         return [*self.mismatches, *contradictions(odd)]
 
 
-Fact = TensorDigest | str
-"""A digest, or the text of a number, a hyper-parameter or a value."""
 Apart = Mapping[Item, Mapping[Fact | None, Sequence[int]]]
 """For each item the ranks that have each value; None for ranks that lack it."""
 
@@ -171,13 +170,6 @@ def on_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text for a message; "" for none."""
     listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
     return f" on rank{'s' * (len(ranks) > 1)} {listed}" if ranks else ""
-
-
-def told(fact: Fact | None) -> str:
-    """Return a value as text for a message."""
-    if isinstance(fact, TensorDigest):
-        return f"{fact.dtype} {list(fact.shape)}"
-    return "missing" if fact is None else short(fact)
 
 
 def contradictions(apart: Apart) -> list[Mismatch]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ckpttool.digests import kind_of
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+A = TypeVar("A")
+B = TypeVar("B")
 WEIGHTS = "weights"
 """A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
 
@@ -98,9 +101,9 @@ def tied_names(*aliases: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def paired(
-    a: Mapping[Item, Any], b: Mapping[Item, Any], tied: Mapping[str, Sequence[str]]
-) -> list[tuple[Item | None, Item | None]]:
-    """Pair all items of two states; None where one state has no such item.
+    a: Mapping[Item, A], b: Mapping[Item, B], tied: Mapping[str, Sequence[str]]
+) -> list[tuple[Item, A | None, B | None]]:
+    """Pair all items of two states.
 
     Args:
         a: The items of one state.
@@ -108,18 +111,56 @@ def paired(
         tied: ``tied_names``: a state may have a tied parameter under one of its names, or under several.
 
     Returns:
-        The items of ``a`` in their order, each with the one of ``b``; then the others of ``b``.
+        The items of ``a`` in their order, then the others of ``b``: each with its value in ``a`` and in ``b``, or None.
     """
 
     def other(item: Item, there: Mapping[Item, Any]) -> Item | None:
-        if item in there:
-            return item
-        names = tied.get(item.name, ())
-        return next((one for name in names if (one := item._replace(name=name)) in there), None)
+        names = () if item in there else tied.get(item.name, ())
+        return item if item in there else next((i for n in names if (i := item._replace(name=n)) in there), None)
 
-    pairs: list[tuple[Item | None, Item | None]] = [(item, other(item, b)) for item in a]
-    taken = {there for _, there in pairs}
-    return [*pairs, *((other(item, a), item) for item in b if item not in taken)]
+    partners = {item: other(item, b) for item in a}
+    pairs = [(item, a[item], None if there is None else b[there]) for item, there in partners.items()]
+    taken = set(partners.values())
+    rest = ((item, other(item, a)) for item in b if item not in taken)
+    return [*pairs, *((item, None if there is None else a[there], b[item]) for item, there in rest)]
+
+
+def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
+    """Return how a value differs from the saved one, as text; "" if it does not.
+
+    Args:
+        saved: The saved value; None if it was not saved.
+        live: The other value; None if it is missing.
+        on: The ranks that have it, as text.
+    """
+    if saved is None:
+        return f"is {told(live)}{on}, and was not saved"
+    if live is None and isinstance(saved, TensorDigest):
+        return f"is missing{on}"
+    if not isinstance(saved, TensorDigest) or not isinstance(live, TensorDigest):
+        return "" if saved == live else f"is {told(live)}{on}, but was saved as {told(saved)}"
+    same = saved.shape == live.shape or {saved.shape, live.shape} == {(), (1,)}  # universal: no 0-dim tensors
+    if kind_of(saved.dtype) != kind_of(live.dtype) or not same:
+        return f"is {told(live)}{on}, but was saved as {told(saved)}"
+    types = "" if saved.dtype == live.dtype else f": it is {live.dtype}, and was {saved.dtype}"
+    if saved.value != live.value:
+        return f"{OTHER_VALUES}{on}{types}"
+    return f"{OTHER_TYPE}{on}{types}" if types else ""
+
+
+OTHER_VALUES = "has other values than were saved"
+"""Begins the difference of a tensor whose values differ."""
+OTHER_TYPE = "has another type than was saved, with equal values"
+"""Begins the difference of a tensor whose values are equal."""
+Fact = TensorDigest | str
+"""A digest, or the text of a number, a hyper-parameter or a value."""
+
+
+def told(fact: Fact | None) -> str:
+    """Return a value as text for a message."""
+    if isinstance(fact, TensorDigest):
+        return f"{fact.dtype} {list(fact.shape)}"
+    return "missing" if fact is None else short(fact)
 
 
 class Mismatch(NamedTuple):
@@ -158,9 +199,9 @@ class StateDigest:
         """Number of tensors."""
         return sum(map(len, self.tensors.values()))
 
-    def items(self) -> dict[Item, TensorDigest | str]:
+    def items(self) -> dict[Item, Fact]:
         """Return all of them by item: numbers, hyper-parameters and values as ``canonical`` text."""
-        result: dict[Item, TensorDigest | str] = {}
+        result: dict[Item, Fact] = {}
         for key, tensors in self.tensors.items():
             result.update((Item(STATE, key, name), one) for name, one in tensors.items())
         for key, numbers in self.numbers.items():

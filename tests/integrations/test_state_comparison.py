@@ -282,6 +282,22 @@ def test_a_record_of_an_older_release_raises_no_false_alarm(checkpoint: Checkpoi
     assert [str(one) for one in found.mismatches] == ["client_state.x is 2, but was saved as 1"]
 
 
+def test_an_older_release_recorded_the_largest_step_of_a_group(checkpoint: Checkpoint) -> None:
+    saved, live = (_ranks("replicated", 1, {}) for _ in range(2))
+    for rank in live:  # one layer was not used
+        rank.steps |= {"a.weight": 1.0}
+    recorded = merge([rank.digest() for rank in saved]).state.to_json()
+    del recorded["differing"]
+    for optimizer, told in (
+        ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam()", False),
+        ("torch.optim.adam.Adam()", True),
+    ):
+        older = replace(checkpoint, optimizer=optimizer)
+        found = compare(StateDigest.from_json(recorded), [rank.digest() for rank in live], older, Scope())
+        assert [str(one) for one in found.mismatches] == ["step of a.weight is 1, but was saved as 5"][:told]
+    assert told
+
+
 def test_the_page_of_the_law_lists_every_reason() -> None:
     """Each reason is a text of the page, or has one: no part may be left out for another reason."""
     page = (ROOT / "docs/howto/prove.md").read_text().partition("### What may be named as not compared")[2]
