@@ -259,7 +259,7 @@ class _Sides:
         # What was the same on all ranks at the save must be so now.
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
         self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
-        self.shapeless = {text.rpartition(": ")[2] for text in checkpoint.nonpartitionable}
+        self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
         self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (live.state.values, saved.values))
 
         def named(items: Iterable[Item], *kinds: str, of_optimizer: bool) -> set[str]:
@@ -397,6 +397,8 @@ class _Sides:
             return None
         if kind == OPTION:
             return LeftOut(Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key)
+        if isinstance(live, TensorDigest) and self.shapeless:  # they may be in a state of another layout
+            return LeftOut(Reason.NOT_RECORDED, key)
         if isinstance(live, TensorDigest):
             weight = self.state.tensors.get(WEIGHTS, {}).get(name, live)
             if live.value and live.shape != weight.shape:

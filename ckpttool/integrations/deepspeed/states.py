@@ -110,7 +110,10 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
         return
     inner = live.optimizer.optimizer if live.wrapper else live.optimizer  # a user's may drive another one
     plain = type(inner).state_dict is torch.optim.Optimizer.state_dict
-    lacking = [str(key) for key in (("state", "param_groups") if plain else inner.state_dict()) if key not in saved]
+    form = copy.copy(inner)
+    if "state" in vars(form):  # ZeRO-3 steps on other tensors than param_groups has, which torch's state_dict refuses
+        form.state = defaultdict(dict)
+    lacking = [str(key) for key in (("state", "param_groups") if plain else form.state_dict()) if key not in saved]
     if lacking:
         problem = f"holds no {', '.join(lacking)}, which the state dict of the engine's {type(inner).__name__} has"
         raise PlanError(checkpoint.location, problem, f"resume on the same ranks and stage, or {REBUILD}")
@@ -145,7 +148,7 @@ class _Kept(NamedTuple):
     first: set[str]
     """All states that the first step makes."""
     all: set[str]
-    """Also those of later steps."""
+    """Also the states that later steps make."""
     tried: bool
     """True if trial steps have shown them, false if they are the states that the engine has now."""
 
