@@ -256,6 +256,7 @@ class _Sides:
         self.live = {**{item: {fact: ()} for item, fact in live.state.items().items()}, **live.apart}
         self.saved = saved.items()
         self.unnamed = self._masters_without_name()
+        self._name_nested_states()
         # What was the same on all ranks at the save must be so now.
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
         self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
@@ -286,6 +287,16 @@ class _Sides:
                 self.saved.setdefault(Item(STATE, MODULE, name), self.saved.pop(Item(STATE, WEIGHTS, name)))
                 found.add(name)
         return found
+
+    def _name_nested_states(self) -> None:
+        """Name the states of the live optimizer that a distributed checkpoint has in a dict of their own."""
+        live = {(i.key, i.name): i for i in self.live if i.kind == STATE and i not in self.saved}
+        for name in self.checkpoint.beside if not self.recorded else ():
+            whole, _, key = name.rpartition(".")
+            owner = next((n for k, n in live if k == key and f".{n}." in f"{whole}."), None)
+            stored = Item(STATE, WEIGHTS, name)
+            if owner is not None and stored in self.saved:
+                self.saved[live[key, owner]] = self.saved.pop(stored)
 
     def left_out(self) -> list[LeftOut]:
         """Return the parts that are left out whole."""

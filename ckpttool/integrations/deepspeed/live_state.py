@@ -31,10 +31,11 @@ from ckpttool.integrations.torch.live import (
     options_of,
     scheduler_values,
     tensor_text,
+    wrapped_class,
 )
 from ckpttool.model import MODULE
 from ckpttool.model.names import plain_name
-from ckpttool.model.state_digest import GATHERED, STEP, WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, NOT_COMPARED, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,6 +319,8 @@ class _Reader:
             number = number_of(key, value, owner)
             if number is not None:
                 self.numbers.setdefault(key, {}).update({name: number for name, *_ in parts})
+            elif isinstance(value, torch.Tensor) and wrapped_class(value):
+                self.values[f"{key}.{label}"] = f"{NOT_COMPARED}{wrapped_class(value)}"
             elif isinstance(value, torch.Tensor) and value.numel() in {owner.numel(), used}:
                 for name, start, numel, first in parts:
                     self._partition(key, name, value.detach().reshape(-1)[start : start + numel], first)
