@@ -18,11 +18,13 @@ from ckpttool.formats import open_checkpoint, opening_options, source_paths, sou
 from ckpttool.formats.rank_files import in_order
 from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
+from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
 from ckpttool.model.rank_digest import APART, RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
 from ckpttool.plan.builder import source_files
+from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import agree_to_begin, exchange
 
 if TYPE_CHECKING:
@@ -318,11 +320,13 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     aliases = [alias for alias, name in checkpoint.aliases.items() if name == piece.name]
     own = {p.name: p.states for p in checkpoint.parameters}
     name = next((n for n in (piece.name, checkpoint.aliases.get(piece.name, ""), *aliases) if n in own), piece.name)
-    state = find(checkpoint, name, piece.key)
+    copied = piece.key == MODULE and MODULE not in own.get(name, ())  # ZeRO-3 makes the copies from the masters
+    state = find(checkpoint, name, WEIGHTS if copied else piece.key)
     files = source_files(checkpoint)
     kind = numpy_dtype("F32" if piece.dtype in {"F16", "BF16"} else piece.dtype)
     with Sources(files, checks_for(files, checkpoint, "off")) as sources:
-        parts = [values.astype(kind) for _, values in StateReader(sources).chunks(state)]
+        chunks = (values for _, values in StateReader(sources).chunks(state))
+        parts = [(cast(values, piece.dtype) if copied else values).astype(kind) for values in chunks]
     whole = np.concatenate(parts) if parts else np.empty(0, kind)
     places = np.arange(whole.size)
     if isinstance(piece.starts, int):

@@ -151,6 +151,8 @@ class Merged(NamedTuple):
     """Items that differ between ranks: numbers, hyper-parameters, values and buffers."""
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
+    holders: dict[str, list[int]]
+    """Ranks that have elements of each parameter."""
 
     @property
     def contradictions(self) -> list[Mismatch]:
@@ -224,7 +226,7 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
         differing=frozenset(item.name or item.key for item in (*buffers, *values) if item.name or _is_client(item.key)),
     )
-    return Merged(state, mismatches, {**buffers, **numbers, **options, **values}, unproven)
+    return Merged(state, mismatches, {**buffers, **numbers, **options, **values}, unproven, holders)
 
 
 OF_PARTITIONS = "it is a number of each partition"
@@ -351,8 +353,13 @@ def _merge_parts(
     for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
         if part.name in tensors.setdefault(part.key, {}):
-            where = on_ranks(sorted({*rank[of_tensor[number]].tolist()}))
-            mismatches.append(Mismatch(part.key, part.name, f"has another type or shape{where}"))
+            first = next(n for n, other in enumerate(parts) if other[:2] == part[:2])
+            of_both = [sorted({*rank[of_tensor[n]].tolist()}) for n in (number, first)]
+            both = [
+                told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(own)
+                for n, own in zip((number, first), of_both, strict=True)
+            ]
+            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(both)}"))
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
@@ -373,7 +380,7 @@ def _merge_parts(
     for name, gathered in tensors.pop(GATHERED, {}).items():
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value
-        mismatches += [] if same else [Mismatch(key, name, "is not the same gathered and partitioned")]
+        mismatches += [] if same else [Mismatch(GATHERED, name, "differs from its partitions")]
     holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
     return tensors, mismatches, buffers, holders
 

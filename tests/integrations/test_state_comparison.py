@@ -203,7 +203,7 @@ def _break(draw: random.Random, layout: str, live: list[Rank], other: Mapping[st
 
 
 def _drawn(layout: str) -> range:
-    return range(400) if sampling.thorough() else range(40)
+    return range(400) if sampling.thorough() else range(30)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -32,7 +32,10 @@ def test_parts_add_up_and_replicas_count_once() -> None:
         ([_rank((0, 4, 1)), _rank((0, 4, 2))], "weights of a differs between ranks 0 and 1, which have the same part"),
         ([_rank((0, 2, 1)), _rank()], "weights of a has parts of 2 elements on all ranks, of 4"),
         ([_rank((0, 2, 1)), _rank((1, 3, 1))], "weights of a has parts of 5 elements on all ranks, of 4"),
-        ([_rank((0, 4, 1)), _rank((0, 4, 1), dtype="BF16")], "weights of a has another type or shape on rank 1"),
+        (
+            [_rank((0, 4, 1)), _rank((0, 4, 1), dtype="BF16")],
+            "weights of a is BF16 [4] on rank 1, but F32 [4] on rank 0",
+        ),
         ([_rank((BOX | 5, 2, 1)), _rank((BOX | 7, 1, 1))], "weights of a has parts of 3 elements on all ranks, of 4"),
     ],
 )
