@@ -15,6 +15,7 @@ from ckpttool.messages import printable
 from ckpttool.model import MODULE
 from ckpttool.model.rank_digest import merge, on_ranks
 from ckpttool.model.state_digest import (
+    FROZEN,
     GATHERED,
     MEMBER,
     NOT_COMPARED,
@@ -22,6 +23,8 @@ from ckpttool.model.state_digest import (
     OTHER_TYPE,
     STATE,
     STEP,
+    TRAINED,
+    UNKNOWN,
     VALUE,
     WEIGHTS,
     Item,
@@ -266,7 +269,8 @@ class _Sides:
         self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (live.state.values, saved.values))
 
         def named(items: Iterable[Item], *kinds: str, of_optimizer: bool) -> set[str]:
-            found = {i.name for i in items if i.kind in kinds and (i.key not in _COPIES) == of_optimizer}
+            odd = {i for i in items if i.kind in kinds and (i.kind == STATE and i.key in _COPIES) == of_optimizer}
+            found = {i.name for i in items if i.kind in kinds and i not in odd}
             return found.union(*(tied.get(name, ()) for name in found))
 
         self.pairs = paired(self.saved, self.live, tied)
@@ -327,7 +331,8 @@ class _Sides:
     def verdict(self, part: _Part) -> LeftOut | Mismatch | None:
         """Return why a part is left out, or how it differs, or None if it is equal."""
         kind, key, _ = part.item
-        left_out = self._value if kind == VALUE else self._weights if key in _COPIES else self._of_optimizer
+        of_weights = kind == STATE and key in _COPIES
+        left_out = self._value if kind == VALUE else self._weights if of_weights else self._of_optimizer
         return left_out(part) or self._difference(part)
 
     def _value(self, part: _Part) -> LeftOut | None:
@@ -391,7 +396,9 @@ class _Sides:
         if name in scope.without_states_of:
             joined = name not in self.trained and name in self.weights
             return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
-        if name in self.frozen and live is None:
+        if kind == MEMBER and {live, saved} == {FROZEN, None}:
+            return LeftOut(Reason.ASKED)
+        if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
             return LeftOut(Reason.FROZEN, name)
         if kind == OPTION and "groups" in scope.without:
             return LeftOut(Reason.OPTIONS)
@@ -425,14 +432,15 @@ class _Sides:
         """Return how a part differs, or None if it is equal."""
         item, saved, live = part.item, part.saved, part.live
         text = f"{item.key} of {item.owner}" if item.owner else item.key
-        if live == saved:
-            unknown = isinstance(saved, str) and saved.startswith(NOT_COMPARED)
-            return LeftOut(Reason.OBJECTS, text) if unknown else None
+        unknown = item.kind == MEMBER and saved == UNKNOWN and (live == TRAINED or (live == FROZEN and not part.ranks))
+        if live == saved or unknown:
+            objects = isinstance(saved, str) and saved.startswith(NOT_COMPARED)
+            return LeftOut(Reason.OBJECTS, text) if objects else None
         values = isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) and saved[:2] == live[:2]
         holders = () if item.kind != STATE or values else self.holders.get(item.name, ())
         problem = difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < self.ranks else ())))
         if item.kind == MEMBER:
-            return Mismatch(WEIGHTS, item.name, JOINED if saved is None else LEFT)
+            return Mismatch(WEIGHTS, item.name, _of_member(part))
         if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest):
             if not problem:
                 return None
@@ -452,8 +460,16 @@ class _Sides:
         return canonical(max(own)) if own and self.checkpoint.optimizer.startswith("deepspeed.") else ""
 
 
-JOINED = "is trained now, and was frozen at the save"
-LEFT = "is in no group of the optimizer, and was trained at the save"
+def _of_member(part: _Part) -> str:
+    """Return how a parameter joined or left the optimizer, or was frozen."""
+    on = on_ranks(part.ranks)
+    if part.live == FROZEN:
+        return (
+            f"is frozen now{on}, {'but not on all ranks' if part.saved == UNKNOWN else 'and was trained at the save'}"
+        )
+    if part.live is None:
+        return f"is in no group of the optimizer{on}, and was trained at the save"
+    return f"is trained now{on}, and was frozen at the save"
 
 
 def _is_rounded(saved: Fact | None, live: Fact | None) -> bool:

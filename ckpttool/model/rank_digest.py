@@ -16,10 +16,13 @@ import numpy as np
 from ckpttool import digests
 from ckpttool.model import MODULE
 from ckpttool.model.state_digest import (
+    FROZEN,
     GATHERED,
+    MEMBER,
     OPTION,
     STATE,
     STEP,
+    TRAINED,
     VALUE,
     WEIGHTS,
     Fact,
@@ -199,6 +202,9 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     options = _apart(
         ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda item: holders.get(item.name, ())
     )
+    members = _apart(
+        ranks, lambda rank: (rank.frozen, rank.group_of), _members, lambda item: holders.get(item.name, ())
+    )
     values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
     if any(own.partitioned for own in ranks):
         unproven |= {i.key: OF_PARTITIONS for i, found in numbers.items() if i.key != STEP and None not in found}
@@ -222,11 +228,12 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         numbers=all_numbers,
         groups=[dict(options) for options in groups],
         group_of=group_of,
+        frozen=frozenset(name for own in ranks for name in own.frozen if name in group_of),
         values=dict(ranks[0].values)
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
         differing=frozenset(item.name or item.key for item in (*buffers, *values) if item.name or _is_client(item.key)),
     )
-    return Merged(state, mismatches, {**buffers, **numbers, **options, **values}, unproven, holders)
+    return Merged(state, mismatches, {**buffers, **numbers, **options, **members, **values}, unproven, holders)
 
 
 OF_PARTITIONS = "it is a number of each partition"
@@ -296,6 +303,12 @@ def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> It
     for name, group in group_of.items():
         for key, text in groups[group].items():
             yield Item(OPTION, key, name), text
+
+
+def _members(found: tuple[Sequence[str], Mapping[str, int]]) -> Iterator[tuple[Item, str]]:
+    frozen = {*found[0]}
+    for name in found[1]:
+        yield Item(MEMBER, WEIGHTS, name), FROZEN if name in frozen else TRAINED
 
 
 def _values(found: Mapping[str, str]) -> Iterator[tuple[Item, str]]:

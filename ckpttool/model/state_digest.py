@@ -76,7 +76,10 @@ class Item(NamedTuple):
 STATE = "state"
 """Kind of the tensors and numbers of a parameter or a buffer."""
 MEMBER = "member"
-"""Kind of the items that say which parameters the optimizer has."""
+"""Kind of the items that say which parameters the optimizer has: TRAINED, FROZEN or UNKNOWN."""
+TRAINED = "trained"
+FROZEN = "frozen"
+UNKNOWN = "in a group"
 OPTION = "option"
 """Kind of the hyper-parameters of a parameter."""
 VALUE = "value"
@@ -191,6 +194,8 @@ class StateDigest:
     """Index of each trained parameter's group."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Other values by name, as ``canonical`` text: counters, scheduler, loss scale, client state."""
+    frozen: frozenset[str] | None = None
+    """Parameters of a group that need no gradient; None if unknown."""
     differing: frozenset[str] | None = None
     """Buffers and values that were not the same on all ranks, whose first rank's are here; None if unknown."""
 
@@ -207,7 +212,9 @@ class StateDigest:
         for key, numbers in self.numbers.items():
             result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
         for name, group in self.group_of.items():
-            result[Item(MEMBER, "", name)] = ""
+            result[Item(MEMBER, WEIGHTS, name)] = (
+                UNKNOWN if self.frozen is None else FROZEN if name in self.frozen else TRAINED
+            )
             result.update((Item(OPTION, key, name), text) for key, text in self.groups[group].items())
         result.update((Item(VALUE, name), text) for name, text in self.values.items())
         return result
@@ -220,6 +227,7 @@ class StateDigest:
             "groups": [dict(options) for options in self.groups],
             "group_of": _packed(self.group_of),
             "values": dict(self.values),
+            **({} if self.frozen is None else {"frozen": sorted(self.frozen)}),
             **({} if self.differing is None else {"differing": sorted(self.differing)}),
         }
 
@@ -242,6 +250,7 @@ class StateDigest:
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
             group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
             values={str(name): str(text) for name, text in found["values"].items()},
+            frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
             differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
         )
 

@@ -323,6 +323,43 @@ def test_steps_that_differ_within_a_group_are_kept_and_proven(tmp_path: Path) ->
     assert told["plain"].startswith("proven: "), told["plain"]
 
 
+def _frozen_in_a_group(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Save with a frozen parameter in a group, and prove it trained: on all ranks, and on one."""
+    rank, path = torch.distributed.get_rank(), directory / job["id"]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    net[0].weight.requires_grad_(False)
+    engine = _engine(net, torch.optim.AdamW(net.parameters()), 0)
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    ckpttool.CheckpointManager(path).save(engine)
+    engine.save_checkpoint(str(path / "plain"))
+    found = {}
+    for name, thawed, frozen in (
+        ("same", False, False),
+        ("thawed", True, False),
+        ("both", True, True),
+        ("one", rank == 1, False),
+    ):
+        net[0].weight.requires_grad_(thawed)
+        net[1].weight.requires_grad_(not frozen)
+        found[name] = _told(lambda: ckpttool.prove(engine, path))
+        found[f"{name} plain"] = _told(lambda: ckpttool.prove(engine, path / "plain"))
+    return found
+
+
+def test_a_parameter_of_a_group_that_is_frozen_or_not(tmp_path: Path) -> None:
+    for told in each_on_ranks(_frozen_in_a_group, [{"id": "a", "world_size": 2}], tmp_path)["a"]:
+        for name in ("same", "same plain", "thawed plain"):  # files do not say what was frozen
+            assert told[name].startswith("proven: "), (name, told)
+            assert "not compared" not in told[name], (name, told)
+        assert told["thawed"] == "ProofError: weights of 0.weight is trained now, and was frozen at the save"
+        assert told["both"] == told["thawed"]
+        assert told["both plain"].startswith("proven: ")
+        assert told["one"] == "ProofError: weights of 0.weight is trained now on rank 1, and was frozen at the save"
+        assert told["one plain"] == "ProofError: weights of 0.weight is frozen now on rank 0, but not on all ranks"
+
+
 class _Blocks(torch.optim.Optimizer):  # type: ignore[misc, name-defined]  # torch is not followed
     """Keeps states that are not partitioned like the weights: a tensor of blocks, a list and text.
 
