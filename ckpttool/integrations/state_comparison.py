@@ -13,10 +13,9 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
-from ckpttool.model.rank_digest import merge, on_ranks
+from ckpttool.model.rank_digest import OF_OTHER_FORM, UNLIKE, merge, on_ranks
 from ckpttool.model.state_digest import (
     FROZEN,
-    GATHERED,
     MEMBER,
     NOT_COMPARED,
     OPTION,
@@ -165,7 +164,9 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     sides = _Sides(saved, live, ranks, checkpoint, scope, tied_names(checkpoint.aliases, aliases), scheduler)
     found += sides.left_out()
     mismatches: dict[tuple[str, str, str], Mismatch] = {}
-    told_by_ranks = {(one.key, one.name) for one in live.mismatches}
+    gathered = [one for one in live.mismatches if one.problem == UNLIKE]
+    apart = [one for one in live.mismatches if one.problem != UNLIKE]
+    told_by_ranks = {(one.key, one.name) for one in apart}
     rounded: dict[str, TensorDigest] = {}
     compared: dict[Item, Fact | None] = {}
     for part in sides.parts():
@@ -179,9 +180,10 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
             mismatches.setdefault((verdict.key, once, verdict.problem), verdict)
         if verdict is None or isinstance(verdict, Mismatch) or verdict.reason in {Reason.CAST, Reason.ROUNDED}:
             compared[part.item] = part.saved
+    told = {(one.key, one.name) for one in mismatches.values()}
     names = dict.fromkeys(_told_as(item) for item in compared if item.kind != MEMBER)
     return Comparison(
-        mismatches=sorted([*live.mismatches, *mismatches.values()], key=lambda one: one.key == GATHERED),
+        mismatches=[*apart, *mismatches.values(), *(one for one in gathered if (one.key, one.name) not in told)],
         notes=_notes(found),
         rounded=rounded,
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
@@ -402,6 +404,9 @@ class _Sides:
             return LeftOut(Reason.FROZEN, name)
         if kind == OPTION and "groups" in scope.without:
             return LeftOut(Reason.OPTIONS)
+        as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
+        if kind == STATE and key in as_values:  # one side has it partitioned like the weights
+            return LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)
         if saved is None:
             return self._surplus(part)
         if live is None and not part.ranks and kind == OPTION:  # MEMBER names parameters in no group

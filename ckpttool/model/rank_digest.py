@@ -9,20 +9,17 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ckpttool import digests
 from ckpttool.model import MODULE
 from ckpttool.model.state_digest import (
-    FROZEN,
     GATHERED,
-    MEMBER,
     OPTION,
     STATE,
     STEP,
-    TRAINED,
     VALUE,
     WEIGHTS,
     Fact,
@@ -30,12 +27,11 @@ from ckpttool.model.state_digest import (
     Mismatch,
     StateDigest,
     TensorDigest,
-    canonical,
     told,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -106,14 +102,8 @@ class RankDigest(RankFacts):
 
     def to_json(self) -> dict[str, str]:
         """Return the digests as JSON data; most of it is the same text on many ranks."""
-        facts = {name: getattr(self, name) for name in RankFacts.__dataclass_fields__ if name != "own"}
-        facts["groups"] = [dict(options) for options in self.groups]
-        return {
-            "parts": _packed(self.parts),
-            "facts": _packed(facts),
-            "own": _packed(dict(self.own)),
-            "rows": base64.b64encode(zlib.compress(self.rows.tobytes(), 1)).decode(),
-        }
+        facts = {name: _packed(getattr(self, name)) for name in ("parts", *RankFacts.__dataclass_fields__)}
+        return {**facts, "rows": base64.b64encode(zlib.compress(self.rows.tobytes(), 1)).decode()}
 
     @classmethod
     def from_json(cls, found: Mapping[str, str], parsed: dict[str, Any]) -> RankDigest:
@@ -123,16 +113,19 @@ class RankDigest(RankFacts):
             found: The data.
             parsed: Texts that were parsed before, for other ranks.
         """
-        parts = parsed.get(found["parts"])
-        if parts is None:
-            parts = [
-                Part(k, n, dtype, tuple(shape), buffer) for k, n, dtype, shape, buffer in _unpacked(found["parts"])
-            ]
-            parsed[found["parts"]] = parts
-        facts = parsed.setdefault(found["facts"], None) or _unpacked(found["facts"])
-        parsed[found["facts"]] = facts
+        facts: dict[str, Any] = {}
+        for name in ("parts", *RankFacts.__dataclass_fields__):
+            if found[name] not in parsed:
+                value = _unpacked(found[name])
+                parsed[found[name]] = [_part(one) for one in value] if name == "parts" else value
+            facts[name] = parsed[found[name]]
         rows = np.frombuffer(zlib.decompress(base64.b64decode(found["rows"])), dtype=np.uint64).reshape(-1, 4)
-        return cls(parts=parts, rows=rows, own=_unpacked(found["own"]), **facts)
+        return cls(rows=rows, **facts)
+
+
+def _part(found: Sequence[Any]) -> Part:
+    key, name, dtype, shape, is_buffer = found
+    return Part(key, name, dtype, tuple(shape), is_buffer)
 
 
 def _packed(value: Any) -> str:
@@ -197,48 +190,49 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     """
     tensors, mismatches, buffers, holders = _merge_parts(ranks, whole=whole)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
-    everyone = range(len(ranks))
-    numbers = _apart(ranks, lambda rank: rank.numbers, _numbers, lambda item: holders.get(item.name, everyone))
-    options = _apart(
-        ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda item: holders.get(item.name, ())
-    )
-    members = _apart(
-        ranks, lambda rank: (rank.frozen, rank.group_of), _members, lambda item: holders.get(item.name, ())
-    )
-    values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
+    as_values = {key for key, why in unproven.items() if why == OF_OTHER_FORM}
+    for key in as_values - tensors.keys():  # all ranks have it as values
+        del unproven[key]
+    tensors = {key: own for key, own in tensors.items() if key not in as_values}
+    mismatches = [one for one in mismatches if one.key not in as_values]
+    numbers, groups, values = (_distinct(ranks, names) for names in (("numbers",), OF_GROUPS, ("values",)))
+    apart = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(values, {"": range(len(ranks))})}
     if any(own.partitioned for own in ranks):
-        unproven |= {i.key: OF_PARTITIONS for i, found in numbers.items() if i.key != STEP and None not in found}
-        unproven |= {
-            i.key: "it is a hyper-parameter of each partition" for i, found in options.items() if None not in found
-        }
+        odd = [item for item, found in apart.items() if item.kind in OF_PARTITIONS and None not in found]
+        unproven |= {item.key: OF_PARTITIONS[item.kind] for item in odd if item.key != STEP}
     all_numbers: dict[str, dict[str, float]] = {}
-    for own in _distinct(ranks, lambda rank: rank.numbers):
-        for key, held in own.numbers.items():
+    for facts, _ in numbers:
+        for key, held in facts.numbers.items():
             if key not in unproven:
                 all_numbers[key] = {**held, **all_numbers.get(key, {})}
-    groups: dict[tuple[tuple[str, str], ...], int] = {}
+    options: dict[tuple[tuple[str, str], ...], int] = {}
     group_of: dict[str, int] = {}
-    for own in _distinct(ranks, lambda rank: (rank.groups, rank.group_of)):
-        plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in own.groups]
-        numbered = [groups.setdefault(options, len(groups)) for options in plain]
-        for name, group in own.group_of.items():
-            group_of.setdefault(name, numbered[group])
+    for facts, _ in groups:
+        plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in facts.groups]
+        numbered = [options.setdefault(one, len(options)) for one in plain]
+        group_of = {**{name: numbered[group] for name, group in facts.group_of.items()}, **group_of}
+    differing = [i for i in (*buffers, *apart) if i in buffers or (i.kind == VALUE and _is_client(i.key))]
     state = StateDigest(
         tensors=tensors,
         numbers=all_numbers,
-        groups=[dict(options) for options in groups],
+        groups=[dict(one) for one in options],
         group_of=group_of,
-        frozen=frozenset(name for own in ranks for name in own.frozen if name in group_of),
+        frozen=frozenset(name for facts, _ in groups for name in facts.frozen or () if name in group_of),
         values=dict(ranks[0].values)
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
-        differing=frozenset(item.name or item.key for item in (*buffers, *values) if item.name or _is_client(item.key)),
+        differing=frozenset(item.name or item.key for item in differing),
     )
-    return Merged(state, mismatches, {**buffers, **numbers, **options, **members, **values}, unproven, holders)
+    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders)
 
 
-OF_PARTITIONS = "it is a number of each partition"
-"""Why a number of an optimizer that steps on partitions is left out."""
-T = TypeVar("T")
+UNLIKE = "is not the same gathered and partitioned"
+"""The problem of weights that a rank has gathered."""
+OF_OTHER_FORM = "it is not partitioned like the weights"
+"""Why tensors of an optimizer are values of the ranks that have them so; other ranks may have them partitioned."""
+OF_GROUPS = ("groups", "group_of", "frozen")
+"""Facts of the groups of an optimizer."""
+OF_PARTITIONS = {STATE: "it is a number of each partition", OPTION: "it is a hyper-parameter of each partition"}
+"""Why a number or a hyper-parameter of an optimizer that steps on partitions is left out."""
 
 
 def _is_client(name: str) -> bool:
@@ -246,74 +240,39 @@ def _is_client(name: str) -> bool:
     return name.partition(".")[0].partition("[")[0] == CLIENT_STATE
 
 
-def _distinct(ranks: Sequence[RankDigest], of: Callable[[RankDigest], Any]) -> list[RankDigest]:
-    """Return the first rank with each object: ranks that sent the same text share it."""
-    found: dict[Any, RankDigest] = {}
-    for own in ranks:
-        found.setdefault(_identity(of(own)), own)
+def _distinct(ranks: Sequence[RankDigest], names: Sequence[str]) -> list[tuple[StateDigest, list[int]]]:
+    """Return facts, by their names, with the ranks that have them: ranks that sent the same text share the objects."""
+    found: dict[tuple[int, ...], tuple[StateDigest, list[int]]] = {}
+    for rank, own in enumerate(ranks):
+        facts = {name: getattr(own, name) for name in names}
+        known = found.setdefault(tuple(map(id, facts.values())), (StateDigest(tensors={}, **facts), []))
+        known[1].append(rank)
     return list(found.values())
 
 
-def _identity(found: Any) -> Any:
-    return tuple(map(id, found)) if isinstance(found, tuple) else id(found)
-
-
 def _apart(
-    ranks: Sequence[RankDigest],
-    of: Callable[[RankDigest], T],
-    texts: Callable[[T], Iterable[tuple[Item, str]]],
-    holders: Callable[[Item], Iterable[int]],
+    distinct: Sequence[tuple[StateDigest, Sequence[int]]], holders: Mapping[str, Iterable[int]]
 ) -> dict[Item, dict[Fact | None, Sequence[int]]]:
-    """Return the items that are not the same on all ranks that must have them, each with the ranks of each text.
+    """Return the items that are not the same on all ranks that must have them, each with the ranks of each value.
 
     Args:
-        ranks: The digests of each rank.
-        of: Returns the items of a rank.
-        texts: Returns items and their texts.
-        holders: Returns the ranks that must have an item if one has it.
+        distinct: The facts of ``_distinct``.
+        holders: The ranks that must have the items of a name if one has them.
     """
-    owners: dict[Any, tuple[T, list[int]]] = {}
-    for rank, own in enumerate(ranks):
-        owners.setdefault(_identity(of(own)), (of(own), []))[1].append(rank)
-    if len(owners) == 1:
+    if len(distinct) == 1:
         return {}
     found: dict[Item, dict[Fact | None, list[int]]] = {}
-    for held, numbers in owners.values():
-        for item, text in texts(held):
-            found.setdefault(item, {}).setdefault(text, []).extend(numbers)
+    for facts, ranks in distinct:
+        for item, fact in facts.items().items():
+            found.setdefault(item, {}).setdefault(fact, []).extend(ranks)
     result: dict[Item, dict[Fact | None, Sequence[int]]] = {}
-    for item, by_text in found.items():
-        there = {rank for numbers in by_text.values() for rank in numbers}
-        lacking = [rank for rank in holders(item) if rank not in there]
-        if lacking:
-            by_text[None] = lacking
-        if len(by_text) > 1:
-            result[item] = {text: sorted(numbers) for text, numbers in by_text.items()}
+    for item, by_fact in found.items():
+        there = {rank for ranks in by_fact.values() for rank in ranks}
+        if lacking := [rank for rank in holders.get(item.name, ()) if rank not in there]:
+            by_fact[None] = lacking
+        if len(by_fact) > 1:
+            result[item] = {fact: sorted(ranks) for fact, ranks in by_fact.items()}
     return result
-
-
-def _numbers(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[Item, str]]:
-    for key, own in found.items():
-        for name, number in own.items():
-            yield Item(STATE, key, name), canonical(number)
-
-
-def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> Iterator[tuple[Item, str]]:
-    groups, group_of = found
-    for name, group in group_of.items():
-        for key, text in groups[group].items():
-            yield Item(OPTION, key, name), text
-
-
-def _members(found: tuple[Sequence[str], Mapping[str, int]]) -> Iterator[tuple[Item, str]]:
-    frozen = {*found[0]}
-    for name in found[1]:
-        yield Item(MEMBER, WEIGHTS, name), FROZEN if name in frozen else TRAINED
-
-
-def _values(found: Mapping[str, str]) -> Iterator[tuple[Item, str]]:
-    for name, text in found.items():
-        yield Item(VALUE, name), text
 
 
 def _merge_parts(
@@ -393,7 +352,7 @@ def _merge_parts(
     for name, gathered in tensors.pop(GATHERED, {}).items():
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value
-        mismatches += [] if same else [Mismatch(GATHERED, name, "differs from its partitions")]
+        mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
     holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
     return tensors, mismatches, buffers, holders
 

@@ -211,10 +211,10 @@ class StateDigest:
             result.update((Item(STATE, key, name), one) for name, one in tensors.items())
         for key, numbers in self.numbers.items():
             result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
+        frozen = {*(self.frozen or ())}
         for name, group in self.group_of.items():
-            result[Item(MEMBER, WEIGHTS, name)] = (
-                UNKNOWN if self.frozen is None else FROZEN if name in self.frozen else TRAINED
-            )
+            trained = UNKNOWN if self.frozen is None else FROZEN if name in frozen else TRAINED
+            result[Item(MEMBER, WEIGHTS, name)] = trained
             result.update((Item(OPTION, key, name), text) for key, text in self.groups[group].items())
         result.update((Item(VALUE, name), text) for name, text in self.values.items())
         return result

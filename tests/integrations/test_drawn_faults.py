@@ -141,7 +141,6 @@ def _of_elements(run: _Run, draw: random.Random, here: bool, alone: bool) -> _Fa
     expected = {f"{key} of {name}"}
     if run.owned and key == "module":
         tensor = p.ds_tensor if hasattr(p, "ds_tensor") else p.data
-        expected |= {f"gathered of {name}"} if hasattr(p, "ds_tensor") else set()
     elif run.owned:
         flat = (
             draw.choice([*state]) if hasattr(p, "ds_tensor") else draw.choice(run.optimizer.param_groups)["params"][0]

@@ -35,6 +35,7 @@ from ckpttool.integrations.torch.live import (
 )
 from ckpttool.model import MODULE
 from ckpttool.model.names import plain_name
+from ckpttool.model.rank_digest import OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, NOT_COMPARED, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def engine_state(live: LiveEngine) -> LiveState:
         values=values,
         own=reader.values if live.partitions_states else {},
         aliases=aliases,
+        unproven=reader.unproven,
         partitioned=live.partitions_states,
         frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
         trains=has_optimizer(live.optimizer),
@@ -196,6 +198,7 @@ class _Reader:
         self.live = live
         self.pieces: list[Piece] = []
         self.numbers: dict[str, dict[str, float]] = {}
+        self.unproven: dict[str, str] = {}
         self.values: dict[str, str] = {}
         """Other states, such as the blocks of an 8-bit optimizer: of this rank, if the states are partitioned."""
         self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
@@ -248,7 +251,12 @@ class _Reader:
                     self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)], name)
             self._count_by_groups(inner)
             return
-        for number, (flat, parts) in enumerate(self._flats()):
+        flats = list(self._flats())
+        for flat, parts in flats if self.live.partitions_states else ():
+            states = inner.state.get(flat, {})
+            odd = [k for k, value in states.items() if value is not None and not self._fits(k, value, flat, parts)]
+            self.unproven |= dict.fromkeys(odd, OF_OTHER_FORM)
+        for number, (flat, parts) in enumerate(flats):
             for name, start, numel, first in parts:
                 self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
             self._states(inner.state.get(flat, {}), flat, parts, f"partition {number}")
@@ -314,20 +322,27 @@ class _Reader:
         self, states: Mapping[str, Any], owner: Any, parts: list[tuple[str, int, int, int]], label: str
     ) -> None:
         """Collect the states of a master, or of a parameter, for each of its parts; other states as values."""
-        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
         for key, value in states.items():
             number = number_of(key, value, owner)
             if number is not None:
                 self.numbers.setdefault(key, {}).update({name: number for name, *_ in parts})
             elif isinstance(value, torch.Tensor) and wrapped_class(value):
                 self.values[f"{key}.{label}"] = f"{NOT_COMPARED}{wrapped_class(value)}"
-            elif isinstance(value, torch.Tensor) and value.numel() in {owner.numel(), used}:
+            elif key not in self.unproven and self._fits(key, value, owner, parts):
                 for name, start, numel, first in parts:
                     self._partition(key, name, value.detach().reshape(-1)[start : start + numel], first)
             elif isinstance(value, torch.Tensor) and len(parts) == 1 and not self.live.partitions_states:
                 self.pieces.append(Piece(key, parts[0][0], value.detach(), tuple(value.shape), 0))
             elif value is not None:
                 self.values[f"{key}.{label}"] = canonical(value, tensor_text)
+
+    @staticmethod
+    def _fits(key: str, value: Any, owner: Any, parts: list[tuple[str, int, int, int]]) -> bool:
+        """Return whether a state is a number, or has an element for each one of the master or of its parts."""
+        if number_of(key, value, owner) is not None:
+            return True
+        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
+        return isinstance(value, torch.Tensor) and value.numel() in {owner.numel(), used} and not wrapped_class(value)
 
     def _partition(self, key: str, name: str, values: Any, first: int) -> None:
         """Add a run of a parameter's elements, without the padding at its end."""

@@ -110,13 +110,22 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
         return
     inner = live.optimizer.optimizer if live.wrapper else live.optimizer  # a user's may drive another one
     plain = type(inner).state_dict is torch.optim.Optimizer.state_dict
-    form = copy.copy(inner)
-    if "state" in vars(form):  # ZeRO-3 steps on other tensors than param_groups has, which torch's state_dict refuses
-        form.state = defaultdict(dict)
-    lacking = [str(key) for key in (("state", "param_groups") if plain else form.state_dict()) if key not in saved]
+    lacking = [str(key) for key in (("state", "param_groups") if plain else _form(inner)) if key not in saved]
     if lacking:
         problem = f"holds no {', '.join(lacking)}, which the state dict of the engine's {type(inner).__name__} has"
         raise PlanError(checkpoint.location, problem, f"resume on the same ranks and stage, or {REBUILD}")
+
+
+def _form(optimizer: Any) -> list[Any]:
+    """Return the keys of the state dict of an optimizer."""
+    try:
+        return list(optimizer.state_dict())
+    except KeyError:  # the states of ZeRO-3 are of other tensors than its groups have: torch looks for their numbers
+        kept, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            return list(optimizer.state_dict())
+        finally:
+            optimizer.state = kept
 
 
 def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:
