@@ -13,6 +13,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
+from ckpttool.model.names import renames
 from ckpttool.model.rank_digest import OF_OTHER_FORM, UNLIKE, merge, on_ranks
 from ckpttool.model.state_digest import (
     FROZEN,
@@ -155,7 +156,10 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     """
     live = merge(ranks)
     aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
-    _check_names(saved, {*aliases, *(n for own in live.state.tensors.values() for n in own)}, checkpoint)
+    names = {*aliases, *(name for own in live.state.tensors.values() for name in own)}
+    # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
+    saved = saved.renamed(renames({name for own in saved.tensors.values() for name in own}, names))
+    _check_names(saved, names, checkpoint)
     found: list[LeftOut] = []
     if checkpoint.digests is None:
         values, found = _of_files(live.state.values, checkpoint)
@@ -181,13 +185,13 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         if verdict is None or isinstance(verdict, Mismatch) or verdict.reason in {Reason.CAST, Reason.ROUNDED}:
             compared[part.item] = part.saved
     told = {(one.key, one.name) for one in mismatches.values()}
-    names = dict.fromkeys(_told_as(item) for item in compared if item.kind != MEMBER)
+    states = dict.fromkeys(_told_as(item) for item in compared if item.kind != MEMBER)
     return Comparison(
         mismatches=[*apart, *mismatches.values(), *(one for one in gathered if (one.key, one.name) not in told)],
         notes=_notes(found),
         rounded=rounded,
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
-        states=list(names),
+        states=list(states),
     )
 
 

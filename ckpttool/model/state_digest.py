@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpttool.digests import kind_of
@@ -218,6 +218,24 @@ class StateDigest:
             result.update((Item(OPTION, key, name), text) for key, text in self.groups[group].items())
         result.update((Item(VALUE, name), text) for name, text in self.values.items())
         return result
+
+    def renamed(self, names: Mapping[str, str]) -> StateDigest:
+        """Return the digests under other names of some parameters and buffers."""
+
+        def all_of(own: Mapping[str, Any]) -> dict[str, Any]:
+            return {names.get(name, name): one for name, one in own.items()}
+
+        def each(own: frozenset[str] | None) -> frozenset[str] | None:
+            return None if own is None else frozenset(names.get(name, name) for name in own)
+
+        return replace(
+            self,
+            tensors={key: all_of(own) for key, own in self.tensors.items()},
+            numbers={key: all_of(own) for key, own in self.numbers.items()},
+            group_of=all_of(self.group_of),
+            frozen=each(self.frozen),
+            differing=each(self.differing),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the digests as JSON data."""
