@@ -25,7 +25,9 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.di
 
 LAYOUTS = {"ddp": 3, "fsdp": 3, "hsdp": 4, "zero0": 3, "zero1": 2, "zero2": 3, "zero3": 2}
 """The ranks of each layout."""
-DRAWS = {True: 290, False: 8}
+RESTORED = {"zero2 of zero3": 3, "zero3 of zero1": 3, "zero1 of zero2": 2}
+"""The ranks of a stage that restores the save of another."""
+DRAWS = {True: 210, False: 6}
 """Draws of each layout, in a thorough run and in others."""
 
 
@@ -89,15 +91,16 @@ def _start(layout: str, directory: Path) -> _Run:
         return _Run(model, optimizer, prove, dict(net.named_parameters()))
     import deepspeed
 
-    stage = int(layout[-1])
+    stage, source = int(layout[4]), layout.partition(" of ")[2]
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
     config |= {"zero_optimization": {"stage": stage}, **({"bf16": {"enabled": True}} if stage else {})}
     engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
-    for step in range(2):
+    for step in range(0 if source else 2):
         inputs = torch.full((2, 6), step + 1.0, dtype=torch.bfloat16 if stage else torch.float32)
         engine.backward(engine(inputs).float().square().sum())
         engine.step()
-    ckpttool.CheckpointManager(directory).save(engine)
+    directory = directory.with_name(source or directory.name)
+    _ = ckpttool.load(engine, directory) if source else ckpttool.CheckpointManager(directory).save(engine)
     inner = engine.optimizer.optimizer if stage else engine.optimizer
     named = dict(engine.module.named_parameters())
     return _Run(engine, inner, lambda: ckpttool.prove(engine, directory), named, {"all": [*named]} if stage else {})
@@ -274,11 +277,14 @@ def _told(run: _Run) -> list[str]:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     seeds = range(DRAWS[sampling.thorough()])
-    jobs: list[dict[str, Any]] = [{"id": name, "world_size": ranks, "seeds": seeds} for name, ranks in LAYOUTS.items()]
+    jobs = [
+        {"id": name, "world_size": ranks, "seeds": seeds, "turn": int(name in RESTORED)}
+        for name, ranks in (LAYOUTS | RESTORED).items()
+    ]
     return each_on_ranks(_faults, jobs, tmp_path_factory.mktemp("drawn"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *RESTORED])
 def test_a_drawn_fault_in_a_live_run_is_named_and_nothing_else_is(layout: str, drawn: dict[str, list[Any]]) -> None:
     ranks = drawn[layout]
     for one, others in zip(ranks[0], zip(*ranks, strict=True), strict=True):
