@@ -33,8 +33,10 @@ from ckpttool.model.state_digest import (
     TensorDigest,
     canonical,
     difference,
+    items_of_state,
     leaves,
     paired,
+    renamed,
     tied_names,
 )
 
@@ -158,7 +160,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
     names = {*aliases, *(name for own in live.state.tensors.values() for name in own)}
     # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
-    saved = saved.renamed(renames({name for own in saved.tensors.values() for name in own}, names))
+    saved = renamed(saved, renames({name for own in saved.tensors.values() for name in own}, names))
     _check_names(saved, names, checkpoint)
     found: list[LeftOut] = []
     if checkpoint.digests is None:
@@ -264,8 +266,8 @@ class _Sides:
         self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.weights_only = scope.weights_only or scope.without_optimizer or not self.trains
         self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
-        self.live = {**{item: {fact: ()} for item, fact in live.state.items().items()}, **live.apart}
-        self.saved = saved.items()
+        self.live = {**{item: {fact: ()} for item, fact in items_of_state(live.state).items()}, **live.apart}
+        self.saved = items_of_state(saved)
         self.unnamed = self._masters_without_name()
         self._name_nested_states()
         # What was the same on all ranks at the save must be so now.

@@ -27,6 +27,7 @@ from ckpttool.model.state_digest import (
     Mismatch,
     StateDigest,
     TensorDigest,
+    items_of_state,
     told,
 )
 
@@ -263,7 +264,7 @@ def _apart(
         return {}
     found: dict[Item, dict[Fact | None, list[int]]] = {}
     for facts, ranks in distinct:
-        for item, fact in facts.items().items():
+        for item, fact in items_of_state(facts).items():
             found.setdefault(item, {}).setdefault(fact, []).extend(ranks)
     result: dict[Item, dict[Fact | None, Sequence[int]]] = {}
     for item, by_fact in found.items():

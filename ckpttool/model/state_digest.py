@@ -204,39 +204,6 @@ class StateDigest:
         """Number of tensors."""
         return sum(map(len, self.tensors.values()))
 
-    def items(self) -> dict[Item, Fact]:
-        """Return all of them by item: numbers, hyper-parameters and values as ``canonical`` text."""
-        result: dict[Item, Fact] = {}
-        for key, tensors in self.tensors.items():
-            result.update((Item(STATE, key, name), one) for name, one in tensors.items())
-        for key, numbers in self.numbers.items():
-            result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
-        frozen = {*(self.frozen or ())}
-        for name, group in self.group_of.items():
-            trained = UNKNOWN if self.frozen is None else FROZEN if name in frozen else TRAINED
-            result[Item(MEMBER, WEIGHTS, name)] = trained
-            result.update((Item(OPTION, key, name), text) for key, text in self.groups[group].items())
-        result.update((Item(VALUE, name), text) for name, text in self.values.items())
-        return result
-
-    def renamed(self, names: Mapping[str, str]) -> StateDigest:
-        """Return the digests under other names of some parameters and buffers."""
-
-        def all_of(own: Mapping[str, Any]) -> dict[str, Any]:
-            return {names.get(name, name): one for name, one in own.items()}
-
-        def each(own: frozenset[str] | None) -> frozenset[str] | None:
-            return None if own is None else frozenset(names.get(name, name) for name in own)
-
-        return replace(
-            self,
-            tensors={key: all_of(own) for key, own in self.tensors.items()},
-            numbers={key: all_of(own) for key, own in self.numbers.items()},
-            group_of=all_of(self.group_of),
-            frozen=each(self.frozen),
-            differing=each(self.differing),
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the digests as JSON data."""
         return {
@@ -271,6 +238,41 @@ class StateDigest:
             frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
             differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
         )
+
+
+def items_of_state(state: StateDigest) -> dict[Item, Fact]:
+    """Return all digests and numbers by item: numbers, hyper-parameters and values as ``canonical`` text."""
+    result: dict[Item, Fact] = {}
+    for key, tensors in state.tensors.items():
+        result.update((Item(STATE, key, name), one) for name, one in tensors.items())
+    for key, numbers in state.numbers.items():
+        result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
+    frozen = {*(state.frozen or ())}
+    for name, group in state.group_of.items():
+        trained = UNKNOWN if state.frozen is None else FROZEN if name in frozen else TRAINED
+        result[Item(MEMBER, WEIGHTS, name)] = trained
+        result.update((Item(OPTION, key, name), text) for key, text in state.groups[group].items())
+    result.update((Item(VALUE, name), text) for name, text in state.values.items())
+    return result
+
+
+def renamed(state: StateDigest, names: Mapping[str, str]) -> StateDigest:
+    """Return the digests under other names of some parameters and buffers."""
+
+    def all_of(own: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): one for name, one in own.items()}
+
+    def each(own: frozenset[str] | None) -> frozenset[str] | None:
+        return None if own is None else frozenset(names.get(name, name) for name in own)
+
+    return replace(
+        state,
+        tensors={key: all_of(own) for key, own in state.tensors.items()},
+        numbers={key: all_of(own) for key, own in state.numbers.items()},
+        group_of=all_of(state.group_of),
+        frozen=each(state.frozen),
+        differing=each(state.differing),
+    )
 
 
 def short(text: str) -> str:
