@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import ckpttool
@@ -215,9 +216,11 @@ def test_parts_that_one_side_alone_has_are_named(tmp_path: Path, run: _Trained) 
 
 def test_lists_of_states_are_named_by_both(tmp_path: Path, run: _Trained, caplog: pytest.LogCaptureFixture) -> None:
     for state in run.optimizer.state.values():
-        state["factors"] = [state["exp_avg"].clone()]
+        state |= {"factors": [state["exp_avg"].clone()], "table": np.arange(3), "unused": []}
     path = run.save(tmp_path / "a")
-    assert "factors: it is a list, not a tensor" in _left_out(ckpttool.prove(run.net, path, optimizer=run.optimizer))
+    left_out = _left_out(ckpttool.prove(run.net, path, optimizer=run.optimizer))
+    assert "factors: it is a list, not a tensor; table: it is a ndarray, not a tensor" in left_out
+    assert "unused" not in left_out
     ckpttool.live_digest(run.net, run.optimizer)
     assert "live_digest left out factors: it is a list, not a tensor" in caplog.text
 

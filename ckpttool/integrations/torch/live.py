@@ -290,7 +290,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
                     pieces.append(piece_of(key, name, value))
                 elif isinstance(value, torch.Tensor):
                     unproven[key] = f"it is a {wrapped_class(value)}, not a tensor"
-                elif value is not None and value not in ([], (), {}):
+                elif value is not None and not (isinstance(value, list | tuple | dict) and not value):
                     unproven[key] = f"it is a {type(value).__name__}, not a tensor"
     if strangers:
         unproven[f"{strangers} parameters of the optimizer"] = "the model does not have them"
