@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool import digests
-from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import LayoutError
@@ -116,7 +116,7 @@ def tensor_digests(
     dtypes: Mapping[str, str] | None = None,
     advance: Advance = lambda _: None,
 ) -> dict[tuple[str, str], TensorDigest]:
-    """Return the digests of some tensors, by state and name.
+    """Return the digests of some tensors, by state and name, in their order.
 
     Args:
         checkpoint: The checkpoint.
@@ -131,7 +131,7 @@ def tensor_digests(
     files = source_files(checkpoint)
     with Sources(files, checks_for(files, checkpoint, "read")) as sources:
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=sources.remote))) as results:
+        with contextlib.closing(in_order(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             found = dict(results)
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()
