@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sphinx.util import inspect
+from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -40,6 +43,8 @@ copybutton_only_copy_prompt_lines = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# The environment of the documentation holds none of them.
+autodoc_mock_imports = ["accelerate", "deepspeed", "lightning", "pyarrow", "ray", "torch", "transformers"]
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -65,6 +70,15 @@ def _generate(app: Sphinx) -> None:
         support_matrix.write(out)
 
 
+def _signature(app: Sphinx, what: str, name: str, thing: Any, *others: Any) -> tuple[str, str] | None:
+    """The signature of ``__init__``: for a class derived from a mocked one, Sphinx finds that of the mock."""
+    if what != "class" or not any(base.__module__.startswith("sphinx.") for base in thing.__mro__):
+        return None
+    own = inspect.signature(thing.__init__, bound_method=True)
+    return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), ""
+
+
 def setup(app: Sphinx) -> None:
-    """Register the scripts that run before the pages are read."""
+    """Register what runs before the pages are read, and while they are."""
     app.connect("builder-inited", _generate)
+    app.connect("autodoc-process-signature", _signature)
