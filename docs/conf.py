@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
-from docs.generators import drawings, error_pages, growth, support_matrix  # noqa: E402
+from docs.generators import drawings, error_pages, growth, json_fields, support_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -43,7 +43,7 @@ copybutton_only_copy_prompt_lines = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-# The environment of the documentation holds none of them.
+# The environment of the documentation does not hold these.
 autodoc_mock_imports = ["accelerate", "deepspeed", "lightning", "pyarrow", "ray", "torch", "transformers"]
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_google_docstring = True
@@ -64,6 +64,7 @@ def _generate(app: Sphinx) -> None:
     out = HERE / "_generated"
     out.mkdir(exist_ok=True)
     error_pages.write(out / "messages.md")
+    json_fields.write(out / "json.md")
     drawings.write(out)
     growth.write(out)
     if not ((out / "matrix.md").exists() and os.environ.get("DOCS_KEEP_MATRIX")):  # it takes most of the time
@@ -71,7 +72,7 @@ def _generate(app: Sphinx) -> None:
 
 
 def _signature(app: Sphinx, what: str, name: str, thing: Any, *others: Any) -> tuple[str, str] | None:
-    """The signature of ``__init__``: for a class derived from a mocked one, Sphinx finds that of the mock."""
+    """The signature of ``__init__``: for a class derived from a mocked one, Sphinx finds the signature of the mock."""
     if what != "class" or not any(base.__module__.startswith("sphinx.") for base in thing.__mro__):
         return None
     own = inspect.signature(thing.__init__, bound_method=True)

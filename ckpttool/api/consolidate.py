@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
+from ckpttool.blocks import Shown
 from ckpttool.errors import ArgumentError, LayoutError, PlanError
 from ckpttool.formats import Source, open_checkpoint, opening_options
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars
@@ -25,8 +26,9 @@ from ckpttool.storage import connect, local_path, open_storage, read_json, witho
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
@@ -321,7 +323,7 @@ class _Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsolidateReport:
+class ConsolidateReport(Shown):
     """Result of ``consolidate``."""
 
     written: Written
@@ -338,6 +340,12 @@ class ConsolidateReport:
     """Sidecar files that were copied: configuration, tokenizer."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the written files, or those planned by a dry run."""
+        contents = f"{self.tensors} tensors, {self.elements:,} elements, parameters in {self.dtype}"
+        yield self.written.line(contents)
+        yield from self.written.weights(self)
 
 
 def consolidate(  # noqa: PLR0913  public API

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
+from ckpttool.blocks import Shown
 from ckpttool.catalog.restore_order import Saved, candidates, last_after, newest_first
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
@@ -65,8 +66,9 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.commit.manifest import Manifest
     from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
@@ -193,7 +195,7 @@ class _Listed(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Shown):
     """The checkpoints under a root."""
 
     root: str
@@ -202,6 +204,12 @@ class Catalog:
     """Entries, older ones first."""
     problems: tuple[str, ...]
     """Problems of ``latest``, of Ray Train's snapshot, and of the trainer's state."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield a row for each checkpoint, then defects of latest."""
+        from ckpttool.catalog import texts  # only those who print need it
+
+        return texts.catalog(self)
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ckpttool.arguments import check_choice
+from ckpttool.blocks import Line, Shown
 from ckpttool.checksums import Record, combine, crc32
 from ckpttool.concurrency import in_order, in_threads
 from ckpttool.containers.torch_zip import MAGIC, parse
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.blocks import Block
     from ckpttool.errors import CkptError
     from ckpttool.model import Checkpoint
     from ckpttool.plan import ConsistencyChecks, SourceFile
@@ -70,7 +72,7 @@ class UncheckedRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadReport:
+class ReadReport(Shown):
     """Records compared with their recorded checksums."""
 
     records: int = 0
@@ -81,6 +83,22 @@ class ReadReport:
     """Records read only in part."""
     without: tuple[str, ...] = ()
     """Files with bytes that have no recorded checksum."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the records and files without a compared checksum."""
+        if self.unchecked:
+            first = self.unchecked[0]
+            yield Line(
+                f"note: {len(self.unchecked):,} records were needed in part and are unchecked ({first.file}: "
+                f"{first.record}{', ...' if len(self.unchecked) > 1 else ''}); --check full reads the rest of them",
+                color="yellow",
+            )
+        if self.without:
+            yield Line(
+                f"note: {len(self.without):,} files have bytes without a checksum "
+                f"({self.without[0]}{', ...' if len(self.without) > 1 else ''})",
+                color="yellow",
+            )
 
 
 Check = Literal["read", "full", "off"]

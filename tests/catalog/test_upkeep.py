@@ -163,16 +163,17 @@ def _set_step(directory: Path, step: int, **changes: Any) -> None:
 
 def test_dry_run_says_which_why_and_how_much(root: Path) -> None:
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    told = json.loads(ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--dry-run", "--json").stdout)
+    done = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--dry-run", "--json")
+    told = json.loads(done.stdout)["decisions"]
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
     assert [(d["keep"], d["thin"], d["freed"] > 0) for d in told] == [
         (True, "bf16", True), (True, "bf16", True), (True, None, False), (True, None, False),
     ]  # fmt: skip
     sizes = {e.name: e.nbytes for e in api.ls(root).entries}
-    done = api.prune(root, keep_last=2, thin="bf16")
-    assert [d.freed for d in done] == [d["freed"] for d in told]
+    made = api.prune(root, keep_last=2, thin="bf16")
+    assert [d.freed for d in made] == [d["freed"] for d in told]
     after = {e.name: e.nbytes for e in api.ls(root).entries}
-    for d in done:  # but for the manifest, which lists other files
+    for d in made:  # but for the manifest, which lists other files
         assert abs(sizes[d.entry.name] - after[d.entry.name] - d.freed) < 2000
     lines = ckpttool("ls", root).stdout.splitlines()
     assert "thin bf16" in lines[1]
@@ -387,7 +388,7 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     found = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--json")
     assert found.code == 3
     assert "step1: cannot be thinned: holds model.safetensors, which is in the way" in found.stderr
-    told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)]
+    told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)["decisions"]]
     assert told == [("step1", None, True), ("step2", "bf16", True), ("step3", None, True), ("step4", None, True)]
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin

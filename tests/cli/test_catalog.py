@@ -117,7 +117,7 @@ def test_only_checkpoints_without_a_rule_are_removed(root: Path) -> None:
         line.replace("would be removed", "removed").split() for line in dry.stdout.splitlines()
     ]
     assert sorted(set(before) - set(os.listdir(root))) == ["global_step9"]
-    decisions = json.loads(ckpttool("prune", root, "--keep-last", 1, "--json").stdout)
+    decisions = json.loads(ckpttool("prune", root, "--keep-last", 1, "--json").stdout)["decisions"]
     assert [(d["entry"]["name"], d["keep"]) for d in decisions] == [
         ("global_step10", False), ("global_step20", True), ("global_step100", True),
     ]  # fmt: skip

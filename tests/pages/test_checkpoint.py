@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
+from ckpttool.analysis.json_report import JSON_VERSION
 from ckpttool.analysis.layout import expand, layout
 from ckpttool.model import Buffer, CheckpointFile, Parameter, ParamGroup, State
 from ckpttool.model.places import Contiguous
@@ -391,7 +392,7 @@ def test_the_page_holds_what_json_prints(tmp_path: Path, opened: Open) -> None:
     told: dict[str, Any] = json.loads(ckpttool("inspect", name, "--json").stdout)
     page = opened(tmp_path / "page.html")
     held = page.run("page.state.layout.data")
-    assert held["checkpoint"] | {"files": held["layout"]["files"]} == told
+    assert held["checkpoint"] | {"files": held["layout"]["files"], "version": JSON_VERSION} == told
 
 
 def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(opened: Open) -> None:
