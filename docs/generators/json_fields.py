@@ -77,7 +77,7 @@ def _fields(node: ast.ClassDef) -> dict[str, Field]:
 
 
 def _rows(value: Any, owner: str, classes: dict[str, dict[str, Field]], prefix: str = "") -> list[tuple[str, str, str]]:
-    """One row for each field, and for those of the objects in it."""
+    """One row for each field, and for the fields of the objects in it."""
     rows = []
     for name, inner in value.items():
         field = classes.get(owner, {}).get(name, Field("", ""))
