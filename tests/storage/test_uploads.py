@@ -201,12 +201,12 @@ def test_a_completion_that_fails_late_is_made_again(
     assert Remote(s3).files(s3.url("out")) == expected
 
 
-@pytest.mark.parametrize("fault", ["503", "after"])
 @pytest.mark.parametrize(
-    ("operation", "match"),
+    ("operation", "match", "fault"),
     [
-        ("put_object", MARK), ("put_object", INDEX), ("create_multipart_upload", ""), ("upload_part", "partNumber=2"),
-        ("complete_multipart_upload", ""), ("complete_multipart_upload", LARGE),
+        ("put_object", MARK, "503"), ("put_object", INDEX, "after"), ("create_multipart_upload", "", "503"),
+        ("upload_part", "partNumber=2", "after"), ("complete_multipart_upload", "", "503"),
+        ("complete_multipart_upload", LARGE, "after"),
     ],
 )  # fmt: skip
 def test_a_permanent_failure_leaves_nothing(
