@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Else each of the thousands of processes that tests start would compile all of ckpttool anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick portable test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +41,9 @@ $(QUICK_READY): requirements/quick.txt requirements/dev.txt pyproject.toml
 
 demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the result back
 	$(BIN)/python examples/demo.py
+
+portable: $(QUICK_READY)  ## run the fast tests without what only Linux has (copies in the kernel, direct I/O, /proc)
+	$(QUICK)/bin/python -m pytest -q -n 2 --dist loadfile --quick -p tests.without_linux $(FILE)
 
 # An environment of its own, about 100 MB: without torch, DeepSpeed, Ray and moto.
 quick: $(QUICK_READY)  ## run the fast tests (FILE=tests/...: only those of a file or directory)

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
-from docs.generators import drawings, error_pages, growth, json_fields, support_matrix  # noqa: E402
+from docs.generators import drawings, error_pages, growth, json_fields, summaries, support_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -27,6 +27,7 @@ release = version = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_click",
     "sphinx_copybutton",
@@ -41,6 +42,7 @@ myst_heading_anchors = 3
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 # The environment of the documentation does not hold these.
@@ -63,7 +65,8 @@ def _generate(app: Sphinx) -> None:
     """Write the pages and drawings that come from the source and from the fixtures."""
     out = HERE / "_generated"
     out.mkdir(exist_ok=True)
-    error_pages.write(out / "messages.md")
+    error_pages.write(out / "errors")
+    summaries.write(out)
     json_fields.write(out / "json.md")
     drawings.write(out)
     growth.write(out)

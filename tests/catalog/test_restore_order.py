@@ -121,6 +121,7 @@ def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:
     assert [m.parent for m in manifests[1:]] == [m.attempt for m in manifests[:2]]
 
 
+@pytest.mark.linux
 def test_leftovers_with_future_times_are_removed_and_a_live_save_stays(tmp_path: Path) -> None:
     mark = {"key": "save 1", "files": [], **marks.identity()}
     for name, process in (("dead", -1), ("live", os.getppid())):

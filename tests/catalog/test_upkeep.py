@@ -304,6 +304,7 @@ def test_the_trainers_rotation_keeps_pinned_and_thin_ones(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------- torn
 
 
+@pytest.mark.linux
 def test_prune_removes_what_is_torn_and_nothing_that_may_be_being_saved(root: Path) -> None:
     fixture = Path(source("zero2-dp2-bf16"), "global_step3")
     for name in ("step0_cut", "step0_fresh", "step9_dead", "step9_alive", "step9_far"):
@@ -350,6 +351,7 @@ def test_a_reader_that_does_not_know_the_files_removes_nothing(tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------- after a crash
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("committed", [False, True], ids=["before the commit", "after it"])
 def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path, tmp_path: Path) -> None:
     """A prune that was killed leaves a marker; prune and manager finish what it began."""
@@ -465,6 +467,7 @@ def test_what_is_pinned_or_named_while_prune_works_stays(root: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.linux
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     mark = {"key": "x", "files": ["model.safetensors"], "old": []}
     (root / "step1" / THINNING).write_text(json.dumps(mark))
@@ -659,6 +662,7 @@ def test_a_checkpoint_that_another_prune_is_thinning_is_left(root: Path, monkeyp
     assert api.inspect(root / "step1").thin
 
 
+@pytest.mark.linux
 def test_old_files_that_stay_after_a_thinning_are_named(root: Path) -> None:
     rule = Rule(Fail("EACCES"), "unlink", r"optim_states\.pt$", times=None)
     with watching(rule), refused(PruneError):
