@@ -204,6 +204,8 @@ class Catalog(Shown):
     """Entries, older ones first."""
     problems: tuple[str, ...]
     """Problems of ``latest``, of Ray Train's snapshot, and of the trainer's state."""
+    unlisted: tuple[str, ...] = ()
+    """Directories in it with checkpoints of their own, such as the output of a trainer, that are not listed."""
 
     def blocks(self) -> Iterator[Block]:
         """Yield a row for each checkpoint, then defects of latest."""
@@ -251,14 +253,17 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     tasks = (partial(_present_entry, one, one.tag in named, one.tag in reported, options) for one in directories)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
-        found = [one for one in results if one is not None]
+        entries = list(results)
+    found = [one for one in entries if one is not None]
     if not found:
         runs = ", ".join(here.runs or here.below())
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
+    unlisted = [one for one, entry in zip(directories, entries, strict=True) if entry is None and not one.outside]
+    runs = tuple(one.tag for one in unlisted if Place(storage, one.path).below())
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
-    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
+    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), runs)
 
 
 def _of_save(model: _Listed) -> _Listed:
@@ -645,7 +650,7 @@ def _first(errors: list[CkptError], path: str) -> str:
     """Format the first error relative to the checkpoint's path, with the number of further errors."""
     own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
     if own is not None:
-        return own.problem
+        return "; ".join([own.problem, *(error.problem for error in errors if error is not own)][:2])
     link = next((e for e in errors if isinstance(e, LinkError)), None)
     if link is not None:
         return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ckpttool.catalog.retention import Decision
     from ckpttool.commit.marks import Pin
 
+SERIES = 5
+"""Series that a listing names."""
+
 
 def catalog(found: Catalog) -> Iterator[Block]:
     """Yield one row for each checkpoint, then defects of latest."""
@@ -45,12 +48,15 @@ def catalog(found: Catalog) -> Iterator[Block]:
         prose=["state"],
         rare=["ranks", "age", "format"],
     )
-    models = by_series([entry for entry in found.entries if entry.series])
+    models = by_series([entry for entry in found.entries if entry.series and not entry.is_root])
     if len(models) > 1:
-        names = "; ".join(name_some([entry.name for entry in own], 3) for own in models)
+        names = "; ".join(name_some([entry.name for entry in own], 3) for own in models[:SERIES])
+        names += f"; and {len(models) - SERIES} more" if len(models) > SERIES else ""
         yield Line(
             f"note: checkpoints of {len(models)} models or series of names; the rules of prune hold for each: {names}"
         )
+    if found.unlisted:
+        yield Line(f"note: not listed: {name_some(found.unlisted)}, with checkpoints of their own; pass each to ls")
     for problem in found.problems:
         yield Line(f"note: {problem}", color="yellow")
 

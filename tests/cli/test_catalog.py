@@ -16,7 +16,7 @@ from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
 from ckpttool.storage import MARK, aside_name, open_storage
 from tests.cli.command import ckpttool, remains
-from tests.truth import NAMES, REPRESENTATIVE, source, truth
+from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
 from tests.wording import refused
 
 if TYPE_CHECKING:
@@ -411,3 +411,14 @@ def test_a_half_written_directory_is_refused_here_too(root: Path, tmp_path: Path
         done = ckpttool(name, tmp_path / "out.partial")
         assert done.code == (1 if name == "verify" else 3)
         assert "left half-written by a killed run" in done.stdout + done.stderr
+
+
+def test_a_directory_of_roots_says_what_is_not_listed_and_why_a_row_has_no_format(tmp_path: Path) -> None:
+    for name in ("zero2-dp2-bf16", "zero2-dp2-bf16-trainer", "ds0.3.16-zero3-dp2-fp16"):
+        shutil.copytree(HERE / "checkpoints" / name, tmp_path / name)
+    (tmp_path / "logs").mkdir()
+    lines = ckpttool("ls", tmp_path, "--wide").stdout.splitlines()
+    assert len(lines) == 4
+    (unread,) = (line for line in lines if line.startswith("ds0.3.16"))
+    assert "a root of its own, with a checkpoint; lists its parameters without their groups" in unread
+    assert lines[-1].startswith("note: not listed: zero2-dp2-bf16-trainer, with checkpoints of their own")
