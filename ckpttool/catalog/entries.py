@@ -260,10 +260,10 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
     unlisted = [one for one, entry in zip(directories, entries, strict=True) if entry is None and not one.outside]
-    runs = tuple(one.tag for one in unlisted if Place(storage, one.path).below())
+    left = tuple(one.tag for one in unlisted if Place(storage, one.path).below())
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
-    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), runs)
+    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), left)
 
 
 def _of_save(model: _Listed) -> _Listed:
