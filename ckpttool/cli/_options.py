@@ -150,12 +150,14 @@ def _part_option(function: F) -> F:
 
 def source_argument(function: F) -> F:
     """Add SRC, one checkpoint, and ``--part`` for the directories of other nodes."""
-    return click.argument("src", type=click.Path(), callback=_source)(_part_option(function))
+    return click.argument("src", type=click.Path(readable=False), callback=_source)(_part_option(function))
 
 
 def sources_argument(function: F) -> F:
     """Add SRC..., several checkpoints, and ``--part`` for the directories of other nodes if there is only one."""
-    argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...", callback=_sources)
+    argument = click.argument(
+        "src", type=click.Path(readable=False), nargs=-1, required=True, metavar="SRC...", callback=_sources
+    )
     return argument(_part_option(function))
 
 
@@ -185,7 +187,7 @@ def _given_source(ctx: click.Context) -> str:
     return os.path.expanduser(next((word for word in words if not word.startswith("-")), ""))
 
 
-out_argument = click.argument("out", type=click.Path())
+out_argument = click.argument("out", type=click.Path(readable=False))
 tag_option = click.option(
     "--tag",
     metavar="TAG",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=options.Command, short_help="List the checkpoints under a root.")
-@click.argument("root", type=click.Path())
+@click.argument("root", type=click.Path(readable=False))
 @options.html_option
 @options.json_option
 @options.common_options
@@ -38,7 +38,7 @@ def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 
 
 @click.command(cls=options.Command, short_help="Delete the checkpoints that no rule keeps, or their optimizer states.")
-@click.argument("root", type=click.Path())
+@click.argument("root", type=click.Path(readable=False))
 @options.retention_options
 @click.option(
     "--torn", is_flag=True, help="Delete incomplete and uncommitted checkpoints, unless a save may still write them."
@@ -104,7 +104,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 
 
 @click.command(cls=options.Command, short_help="Keep a checkpoint from every retention rule.")
-@click.argument("src", type=click.Path())
+@click.argument("src", type=click.Path(readable=False))
 @click.option("--why", required=True, metavar="TEXT", help="The reason, for people.")
 @options.tag_option
 @options.json_option
@@ -125,7 +125,7 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
-@click.argument("src", type=click.Path())
+@click.argument("src", type=click.Path(readable=False))
 @options.tag_option
 @options.json_option
 @options.common_options

@@ -135,8 +135,8 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
 
 
 @click.command(cls=options.Command, short_help="Compare two checkpoints, of any formats and topologies.")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=click.Path(readable=False))
+@click.argument("b", type=click.Path(readable=False))
 @click.option("--tag-a", metavar="TAG", help="Tag of the checkpoint in A.  [default: the tag in latest]")
 @click.option("--tag-b", metavar="TAG", help="Tag of the checkpoint in B.  [default: the tag in latest]")
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance.  [default: 0]")
