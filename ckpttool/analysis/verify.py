@@ -17,7 +17,7 @@ from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, PlanError, StorageError
-from ckpttool.execution.checks import failed_checks
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError

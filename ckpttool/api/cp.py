@@ -13,7 +13,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.blocks import Line, Shown
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
-from ckpttool.execution.output import mode_of, mode_of_directory, mode_of_file
+from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
 from ckpttool.storage import connect
 from ckpttool.units import format_size

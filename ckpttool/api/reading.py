@@ -381,7 +381,7 @@ def extract(  # noqa: PLR0913  public API
     values = read_part(checkpoint, found, index, checks)
     if out is not None:
         from ckpttool.execution.destination import write_file
-        from ckpttool.execution.output import mode_of
+        from ckpttool.execution.permissions import mode_of
 
         path = checked_path("out", out)
         parts = encode(values, name, path)

@@ -10,8 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.entries import committed, trainer_commits
+from ckpttool.catalog.entries import committed
 from ckpttool.catalog.retention import by_series, decide, parse_best
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED

@@ -35,16 +35,8 @@ import ray.train
 from fsspec.implementations.local import LocalFileSystem
 
 from ckpttool.catalog.cleanup import remove_unchanged
-from ckpttool.catalog.entries import (
-    checkpoints_of_ray,
-    directory_name,
-    is_own_name,
-    last_commit,
-    latest_of_ray,
-    listed_by_ray,
-    ray_folders,
-    run_candidates,
-)
+from ckpttool.catalog.runs import checkpoints_of_ray, last_commit, ray_folders, run_candidates
+from ckpttool.catalog.snapshot import directory_name, is_own_name, latest_of_ray, listed_by_ray
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below

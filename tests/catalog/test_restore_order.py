@@ -13,9 +13,10 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
-from ckpttool.catalog.entries import directory_name, last_commit, run_commits
 from ckpttool.catalog.restore_order import Saved, candidates, contradiction, find, newest_first
 from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.runs import last_commit, run_commits
+from ckpttool.catalog.snapshot import directory_name
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.saving.coordination import Alone

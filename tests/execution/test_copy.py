@@ -23,7 +23,8 @@ from ckpttool.checksums import Record
 from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
-from ckpttool.execution.checks import ReadChecks, failed_checks
+from ckpttool.execution.checks import ReadChecks
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.copy import PartAssembler, Sizes
 from ckpttool.execution.run import nbytes_read
 from ckpttool.execution.sources import Sources

@@ -20,7 +20,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.execution.output import bucket_output
+from ckpttool.execution.output_bucket import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
@@ -741,7 +741,7 @@ MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
 from ckpttool.execution.copy import PartAssembler
-from ckpttool.execution.output import bucket_output
+from ckpttool.execution.output_bucket import bucket_output
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 small, large, out, memory = sys.argv[1:]

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog.entries import (
-    SNAPSHOT,
-    directory_name,
-    last_commit,
-    latest_of_ray,
-    listed_by_ray,
-    run_candidates,
-    run_commits,
-)
+from ckpttool.catalog.runs import last_commit, run_candidates, run_commits
+from ckpttool.catalog.snapshot import SNAPSHOT, directory_name, latest_of_ray, listed_by_ray
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError

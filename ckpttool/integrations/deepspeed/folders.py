@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates, newest
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats import open_whole

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.execution.checks import checks_for, failed_checks
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scale, version
