@@ -703,6 +703,7 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
     assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["tag", "weights", "dcp"])
 def test_what_a_cp_leaves_that_is_killed_at_any_unlink_is_removed(what: str, root: Path, tmp_path: Path) -> None:
     src, made = root / "step4", tmp_path / "made"
