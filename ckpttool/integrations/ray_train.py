@@ -27,6 +27,7 @@ import posixpath
 import secrets
 import weakref
 from collections.abc import Mapping
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -51,16 +52,12 @@ from ckpttool.commit.marks import is_alive, is_old, state_of, unfinished_below
 from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.formats.layouts import METRICS_OF_RAY
 from ckpttool.formats.scan import scan
-from ckpttool.integrations.deepspeed.manager import (
-    TIMEOUT,
-    CheckpointManager,
-    checked_tag,
-    engines_by_name,
-    note_known,
-)
+from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.request import Save, checked_tag, engines_by_name, note_known
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief
+from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, find_text, open_storage, walk
 from ckpttool.storage.fsspec import RemoteStorage
@@ -131,7 +128,6 @@ class RayTrainCheckpoints:
             allow=allow,
             sign_key=sign_key,
         )
-        self._met: Ranks | None = None
         self._pending: tuple[str, dict[str, Any], Any] | None = None
         self._leaving: set[str] = set()
         self._whole: set[str] = set()
@@ -152,12 +148,10 @@ class RayTrainCheckpoints:
         else:
             self._abandon()
 
-    @property
+    @cached_property
     def _ranks(self) -> Ranks:
-        """Return the workers; they agree at the first report or restore: a constructor may fail on one of them."""
-        if self._met is None:
-            self._met = ranks_of_process_group("Ray Train")
-        return self._met
+        """The workers; they meet at the first report or restore, because a constructor may fail on one of them."""
+        return ranks_of_process_group("Ray Train", self._timeout)
 
     def _abandon(self) -> None:
         """Wait for the running save, because an exception ends the block."""
@@ -197,20 +191,17 @@ class RayTrainCheckpoints:
         self.finish()
         first, *_ = engines_by_name(engine).values()
         step = int(getattr(first, "global_steps", 0))
-        name, *before = self._on_first_worker(lambda: self._next(step, checkpoint_dir_name), step)
-        self._manager.save_into(
-            posixpath.join(self._root, name),
-            engine,
-            tag=None,
+        name, attempt, number = self._ranks.on_first(
+            self._root, partial(self._next, step, checkpoint_dir_name), call=step
+        )
+        save = Save(
             metrics=_flat_metrics(metrics),
-            overwrite=False,
             client_state={} if client_state is None else client_state,
-            exclude_frozen=False,
-            before=(before[0], before[1]),
+            before=(attempt, number),
             rank_state=rank_state,
             root_files={} if self._ranks.rank else {METRICS_OF_RAY: _as_json(metrics)},
-            known=self._engines,
         )
+        self._manager.save_into(posixpath.join(self._root, name), engine, save, self._engines)
         self._pending = name, dict(metrics), validation
         if not self._manager.saves_in_background:
             self.finish()
@@ -258,10 +249,6 @@ class RayTrainCheckpoints:
 
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
-
-    def _on_first_worker(self, decide: Callable[[], Any], call: Any = None) -> Any:
-        """Run a function on the first worker; return its JSON result, or raise its error, on all workers."""
-        return self._ranks.agree(self._root, None, lambda _: decide(), timeout=self._timeout, call=call)
 
     # ------------------------------------------------------------------------------------------- restoring
 
@@ -353,7 +340,7 @@ class RayTrainCheckpoints:
         Earlier commits unknown to Ray are reported too, in order, so that Ray's rules apply to them; except those older
         than a checkpoint known to Ray: Ray would treat them as the newest.
         """
-        for name, metrics in self._on_first_worker(lambda: list(self._unreported(found, restored))):
+        for name, metrics in self._ranks.on_first(self._root, partial(self._unreported, found, restored)):
             self._whole.add(name)
             self._report(name, metrics)
 

@@ -287,6 +287,7 @@ def _save_in_both_ways(run: str) -> list[str]:
     import torch
 
     from ckpttool import CheckpointManager
+    from ckpttool.integrations.deepspeed.request import Save
     from tests.deepspeed.engines import build
 
     engine, manager = build(2, "bf16", "one", "adamw"), CheckpointManager(run)
@@ -300,10 +301,7 @@ def _save_in_both_ways(run: str) -> list[str]:
         if step in SAVED["ours"]:
             attempt, number = manager.committed or ("", 0)
             names.append(directory_name(step, number + 1, "ab12cd34"))
-            manager.save_into(
-                f"{run}/{names[-1]}", engine, tag=None, client_state={}, metrics={"step": step}, overwrite=False,
-                exclude_frozen=False, before=(attempt, number),
-            )  # fmt: skip
+            manager.save_into(f"{run}/{names[-1]}", engine, Save(metrics={"step": step}, before=(attempt, number)))
     return names
 
 

@@ -24,7 +24,7 @@ from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.zero.module import ENGINE_KEYS
-from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
+from ckpttool.integrations.deepspeed.engine import replaced_parameters
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.messages import brief
@@ -34,7 +34,6 @@ from ckpttool.storage import LOCAL, MARK
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.files import OutgoingFile, Payload
 
@@ -243,23 +242,6 @@ def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer.checkpoint_event_epilogue
-
-
-def known_engine(engine: Any) -> LiveEngine:
-    """Inspect an engine that is to be saved.
-
-    Raises:
-        PlanError: A restore does not know its optimizer.
-    """
-    try:
-        return inspect_engine(engine)
-    except PlanError as error:
-        raise PlanError(error.path, error.problem, "save with engine.save_checkpoint") from error
-
-
-def groups_without_zero(live: LiveEngine) -> list[list[str]]:
-    """Return the parameter names of each optimizer group, in order, if no file records them; else an empty list."""
-    return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 
 def capture(

@@ -39,7 +39,7 @@ class LoadOptions:
         return self.weights_only or not self.optimizer
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks, for ``agree_to_begin``."""
+        """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
         names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove")
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine, parameters_on_nvme
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme
 from ckpttool.integrations.deepspeed.load_plan import prepare
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.torch.sampler import POSITION
@@ -44,24 +44,22 @@ Structure = tuple[str, int, list[tuple[int, bytes]]]
 
 
 def check_restorable(
-    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, name: str, strict: bool, timeout: float
+    live: LiveEngine, directory: str, ranks: Ranks, captured: CapturedFiles, *, name: str, strict: bool
 ) -> None:
     """Check that captured files can be restored into the engine; call it on every rank.
 
     Args:
-        engine: The engine that they are of.
+        live: The engine that they are of.
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
         name: Name of one of several engines; "" for one alone.
         captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
         strict: Whether all parameters of the model must be there.
-        timeout: Seconds that a rank may lag.
 
     Raises:
         PlanError: They cannot be restored; the same on every rank.
     """
     own = None if captured.failed is not None else [_structure(file) for file in captured.files]
-    live = inspect_engine(engine)
     experts = [group.get("name") for group in live.hyperparameters if group.get("moe")]
     complete: list[Any] = [None] * ranks.size
     dist.all_gather_object(complete, (own is not None, experts))
@@ -92,7 +90,7 @@ def check_restorable(
                 why = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
                 raise PlanError(directory, why, HINT) from failed
 
-    ranks.agree(directory, problem, check, timeout=timeout)
+    ranks.exchange(directory, lambda: problem, check)
 
 
 def _structure(file: OutgoingFile) -> Structure:
