@@ -23,7 +23,7 @@ import torch
 from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.commit.marks import is_unfinished
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats import open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
-    from ckpttool.integrations.ray_train import RayRun
+    from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
@@ -333,16 +333,13 @@ def current_run() -> RayRun | None:
     Raises:
         PlanError: The worker is one of an old release of Ray Train.
     """
-    train = sys.modules.get("ray.train")
-    if train is None:
+    if "ray.train" not in sys.modules:
         return None
-    if not hasattr(train, "get_preemption_info"):
-        raise PlanError("ray.train", "is not Train V2", "use Ray 2.60 or later, without RAY_TRAIN_V2_ENABLED=0")
-    from ckpttool.integrations.ray_train import RayRun  # imports Ray
+    from ckpttool.integrations.ray_run import NoRunError, RayRun  # imports Ray
 
     try:
-        return RayRun(train.get_context().get_storage())
-    except (RuntimeError, NotImplementedError):
+        return RayRun()
+    except NoRunError:
         return None
 
 
