@@ -110,7 +110,7 @@ def _calls(directory: Path) -> dict[str, Any]:
         "no source": lambda: ckpttool.load(engine, [] if second else root, dry_run=True, timeout=TIMEOUT),
         "memory": lambda: ckpttool.load(engine, root, memory="much" if second else None, timeout=TIMEOUT),
         "no memory to save": lambda: short_of_memory("capture.unpickle", lambda: manager.save(engine, tag="t")),
-        "no memory to restore": lambda: short_of_memory("load.prepare", lambda: manager.restore(engine)),
+        "no memory to restore": lambda: short_of_memory("load.match", lambda: manager.restore(engine)),
         "late save": lambda: late(lambda: manager.save(engine, tag="t")),
         "late restore": lambda: late(lambda: manager.restore(engine)),
         "late preview": lambda: late(lambda: manager.restore(engine, dry_run=True)),

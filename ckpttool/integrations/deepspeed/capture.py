@@ -43,6 +43,41 @@ SCRATCH = ".ckpttool-scratch-"
 """Prefix of a scratch directory for swap files copied by DeepSpeed."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """The content of a file of the model, by the names of the module."""
+
+    module: frozenset[str]
+    """Names in the module's state dict; at stage 3 the values of parameters are elsewhere."""
+    partitioned: frozenset[str]
+    """Parameters whose values the ranks have in parts."""
+    quantised: frozenset[str]
+    """Frozen parameters that are quantised to 8 bit."""
+    tells_slices: bool
+    """Whether it describes how tensor parallelism slices parameters."""
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration."""
+
+
+def _model_in(content: Any) -> SavedModel | None:
+    """Return the description of a file of the model; None for another file.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_common_checkpoint_state``, ``_save_checkpoint``).
+    """
+    if not isinstance(content, dict) or "ds_config" not in content or "module" not in content:
+        return None
+    fragments = content.get("frozen_param_fragments") or {}
+    shapes = content.get("param_shapes") or []
+    module, config = content["module"], content["ds_config"]
+    return SavedModel(
+        module=frozenset(module if isinstance(module, dict) else ()),
+        partitioned=frozenset([*(name for group in shapes for name in group), *fragments]),
+        quantised=frozenset(name for name, value in fragments.items() if str(value.dtype) == "torch.int8"),
+        tells_slices="universal_checkpoint_info" in content,
+        config=config if isinstance(config, dict) else {},
+    )
+
+
 @dataclass(slots=True)
 class CapturedFiles:
     """The files that this rank writes."""
@@ -59,6 +94,8 @@ class CapturedFiles:
     """By file: classes of its objects that a restore builds only with ``allow``."""
     memory: list[tuple[int, Payload]] = field(default_factory=list)
     """Address of each captured storage, and the payload that holds its bytes until ``release``."""
+    model: SavedModel | None = None
+    """The file of the model of one engine; None if this rank writes none."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -178,6 +215,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
             self.captured.failed = PlanError(name, problem, _hint(name, _unpicklable(state_dict)))
             return
+        self.captured.model = self.captured.model or _model_in(state_dict)
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
         self.captured.files.append(ArchiveFile(name, pickled.structure, payloads))

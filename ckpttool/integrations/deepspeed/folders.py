@@ -29,10 +29,10 @@ from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.integrations.deepspeed.load import restore_engine
-from ckpttool.integrations.deepspeed.load_plan import load_options
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
+from ckpttool.integrations.deepspeed.read_state import load_options
 from ckpttool.integrations.deepspeed.request import Save
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group

@@ -25,9 +25,10 @@ from ckpttool.integrations.deepspeed.engine import (
     warn_of,
     whole_layers,
 )
-from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
+from ckpttool.integrations.deepspeed.match import match
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
+from ckpttool.integrations.deepspeed.read_state import load_options, read_state
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import Proof, prove_state
 from ckpttool.integrations.state_comparison import Scope
@@ -226,8 +227,9 @@ def _read_own(engine: Any, checkpoint: Checkpoint, options: LoadOptions) -> _Rea
         check_loadable(live)
         if options.prove:
             check_provable(live)
-        prepared = prepare(live, checkpoint, options)
-        own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
+        options = load_options(checkpoint, options)
+        prepared = read_state(live, match(live, checkpoint, options), options)
+        own, states = read_rank_states(live, checkpoint, options)
         batch = [] if options.weights_only else batch_notes(engine, checkpoint)
         prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
     return _Read(live, prepared, own, states, batch)

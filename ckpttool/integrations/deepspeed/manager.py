@@ -445,7 +445,7 @@ class CheckpointManager:
         ``restored_path`` gets its path. Of several engines, all get the same checkpoint.
         """
         from ckpttool.integrations.deepspeed.load import restore_engines
-        from ckpttool.integrations.deepspeed.load_plan import thin_error
+        from ckpttool.integrations.deepspeed.match import thin_error
         from ckpttool.integrations.torch.collectives import open_together
 
         self.restored = None
@@ -611,7 +611,7 @@ class CheckpointManager:
 
         checked = self._checked.get(name)
         if checked is None or checked() is not live.engine:
-            check_restorable(live, directory, self._ranks, captured, name=name, strict=strict)
+            check_restorable(live, directory, self._ranks, captured, strict=strict)
             self._checked[name] = weakref.ref(live.engine)
 
     def _warn_of_gradients(self, engine: Any) -> None:

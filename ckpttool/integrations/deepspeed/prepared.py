@@ -23,8 +23,6 @@ class LoadOptions:
     optimizer: bool = True
     scheduler: bool = True
     dry_run: bool = False
-    structure_only: bool = False
-    """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
