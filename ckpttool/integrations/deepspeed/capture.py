@@ -53,8 +53,6 @@ class SavedModel:
     """Parameters whose values the ranks have in parts."""
     quantised: frozenset[str]
     """Frozen parameters that are quantised to 8 bit."""
-    tells_slices: bool
-    """Whether it describes how tensor parallelism slices parameters."""
     config: Mapping[str, Any]
     """DeepSpeed's configuration."""
 
@@ -73,9 +71,14 @@ def _model_in(content: Any) -> SavedModel | None:
         module=frozenset(module if isinstance(module, dict) else ()),
         partitioned=frozenset([*(name for group in shapes for name in group), *fragments]),
         quantised=frozenset(name for name, value in fragments.items() if str(value.dtype) == "torch.int8"),
-        tells_slices="universal_checkpoint_info" in content,
         config=config if isinstance(config, dict) else {},
     )
+
+
+def _tells_slices(content: Any) -> bool:
+    """Return whether a file describes how tensor parallelism slices parameters."""
+    inner = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    return any(isinstance(one, dict) and bool(one.get("universal_checkpoint_info")) for one in (content, inner))
 
 
 @dataclass(slots=True)
@@ -96,6 +99,8 @@ class CapturedFiles:
     """Address of each captured storage, and the payload that holds its bytes until ``release``."""
     model: SavedModel | None = None
     """The file of the model of one engine; None if this rank writes none."""
+    tells_slices: bool = False
+    """Whether a file of one engine describes how tensor parallelism slices parameters."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -216,6 +221,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
             self.captured.failed = PlanError(name, problem, _hint(name, _unpicklable(state_dict)))
             return
         self.captured.model = self.captured.model or _model_in(state_dict)
+        self.captured.tells_slices |= _tells_slices(state_dict)
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
         self.captured.files.append(ArchiveFile(name, pickled.structure, payloads))

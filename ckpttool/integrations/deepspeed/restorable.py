@@ -57,11 +57,11 @@ def check_restorable(live: LiveEngine, directory: str, ranks: Ranks, captured: C
         "experts": [group.get("name") for group in live.hyperparameters if group.get("moe")],
         "problem": _elastic_problem(live),
     }
-    ranks.exchange(directory, lambda: own, partial(_check, live, directory, captured.model, strict))
+    ranks.exchange(directory, lambda: own, partial(_check, live, directory, captured, strict))
 
 
 def _check(
-    live: LiveEngine, directory: str, saved: SavedModel | None, strict: bool, messages: Sequence[dict[str, Any]]
+    live: LiveEngine, directory: str, captured: CapturedFiles, strict: bool, messages: Sequence[dict[str, Any]]
 ) -> None:
     """Check on the first rank; the files of the model are alike on all ranks.
 
@@ -76,8 +76,9 @@ def _check(
     try:
         for problem in filter(None, [*(message["problem"] for message in messages), "" if alike else orders]):
             raise PlanError(directory, problem, "")
-        for problem in _lost(live, saved) if saved is not None else ():
+        for problem in _lost(live, captured):
             raise PlanError(directory, problem, "")
+        saved = captured.model
         if saved is None or live.engine.has_moe_layers:  # whose experts each rank names by local indexes
             check_module(live, directory, strict=strict)
         else:
@@ -130,9 +131,8 @@ def _parameters(live: LiveEngine, model: LiveModel, saved: SavedModel) -> tuple[
     for name, shape in model.shapes.items():
         if name in there or not all(shape):  # a tensor without elements may not be saved
             key = MASTER if live.stage and name in groups else MODULE
-            found.append(
-                Parameter(name, shape, groups.get(name), {key: State(shape, "F32", Computed(math.prod(shape)))})
-            )
+            state = State(shape, "F32", Computed(math.prod(shape)))
+            found.append(Parameter(name, shape, groups.get(name), {key: state}))
     return tuple(found)
 
 
@@ -144,14 +144,16 @@ def _buffers(model: LiveModel, saved: SavedModel) -> tuple[Buffer, ...]:
     )
 
 
-def _lost(live: LiveEngine, saved: SavedModel) -> list[str]:
-    """Return which values the files lack although they name the parameters."""
-    found = []
+def _lost(live: LiveEngine, captured: CapturedFiles) -> list[str]:
+    """Return the values that the files lack although they name the parameters."""
+    found, saved = [], captured.model
+    if live.topology.tensor_parallel > 1 and not captured.tells_slices:
+        found.append("no file records how tensor parallelism slices parameters (no universal_checkpoint_info)")
+    if saved is None:
+        return found
     if saved.quantised:
         name = min(saved.quantised)
         found.append(f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale is not saved")
-    if live.topology.tensor_parallel > 1 and not saved.tells_slices:
-        found.append("no file records how tensor parallelism slices parameters (no universal_checkpoint_info)")
     if live.model is not None and live.stage == 3:
         trained = {name for names in live.model.groups for name in names}
         stray = [name for name, p in live.parameters().items() if p.requires_grad and name not in trained]
