@@ -104,8 +104,8 @@ class Ranks:
         self.timeout = timeout
         self._store = store
         self._name = name
-        self._round = 0
-        self._old_keys: list[str] = []
+        self._number = 0
+        self._before: tuple[_Round, list[str]] = _Round(store, name, ""), []
 
     def exchange(
         self,
@@ -231,12 +231,14 @@ class Ranks:
         own = json.loads(json.dumps([what, call]))
         end = time.monotonic() + self.timeout
         while True:
-            self._round += 1
-            key = f"{self._name}/{self._round}"
-            decision = self._decision(key, what, own, message, decide, end)
+            self._number += 1
+            now = _Round(self._store, f"{self._name}/{self._number}", what)
+            decision = self._decision(now, own, message, decide, end)
             timed_out = decision.get("timed_out")
             concerned = timed_out is None or timed_out == own
-            self._acknowledge(key, what, wait=last and concerned, keep=timed_out is not None)
+            now.add(ACKNOWLEDGED)
+            if self.rank == 0:
+                self._tidy(now, wait=last and concerned, keep=timed_out is not None)
             if concerned:
                 break
             LOG.warning("rank %d left out a call: %s", self.rank, error_from_data(decision["error"]))
@@ -245,92 +247,117 @@ class Ranks:
         return decision["value"]
 
     def _decision(
-        self,
-        key: str,
-        what: str,
-        own: Any,
-        message: Any,
-        decide: Callable[[list[Any]], Any],
-        end: float,
+        self, now: _Round, own: Any, message: Any, decide: Callable[[list[Any]], Any], end: float
     ) -> dict[str, Any]:
         """Send the message of this rank, and return the decision; ``timed_out`` in it is a call that timed out."""
-        decided = f"{key}/decision"
-        if self.rank == 0 or not self._check([decided], what):
-            self._put(f"{key}/{self.rank}", message, what)
-            self._call(what, self._store.add, f"{key}/count", 1)
+        if self.rank == 0 or not now.has(DECISION):
+            now.put(str(self.rank), message)
+            now.add(SENT)
         if self.rank == 0:
-            self._put(decided, self._decide(key, what, own, decide, end), what)
-        elif not self._wait(lambda: self._check([decided], what), end + DECISION_SECONDS):
-            self._put(f"{key}/given_up", own, what)
+            now.put(DECISION, self._decide(now, own, decide, end))
+        elif not _wait(lambda: now.has(DECISION), end + DECISION_SECONDS):
+            now.put(GIVEN_UP, own)
             seconds = self.timeout + DECISION_SECONDS
-            raise RankError(what, f"rank 0 was not heard of for {seconds:,.0f} s", _log_hint(0))
-        decision: dict[str, Any] = json.loads(self._call(what, self._store.get, decided))
-        return decision
+            raise RankError(now.what, f"rank 0 was not heard of for {seconds:,.0f} s", _log_hint(0))
+        found: dict[str, Any] = now.get(DECISION)
+        return found
 
-    def _decide(self, key: str, what: str, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
-        given_up = [f"{key}/given_up"]
-        self._wait(lambda: self._message_count(key, what) >= self.size or self._check(given_up, what), end)
-        if self._check(given_up, what):  # this rank did not make a call, or was late
-            call = json.loads(self._call(what, self._store.get, given_up[0]))
+    def _decide(self, now: _Round, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
+        """Wait for all messages, and decide, on rank 0."""
+        _wait(lambda: now.count(SENT) >= self.size or now.has(GIVEN_UP), end)
+        if now.has(GIVEN_UP):  # this rank did not make a call, or was late
+            call = now.get(GIVEN_UP)
             return {"error": error_to_data(late_error(call[0], [0])), "timed_out": call}
-        if self._message_count(key, what) < self.size:
-            late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
-            return {"error": error_to_data(late_error(what, late)), "timed_out": own}
-        messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
+        if now.count(SENT) < self.size:
+            late = [rank for rank in range(self.size) if not now.has(str(rank))]
+            return {"error": error_to_data(late_error(now.what, late)), "timed_out": own}
+        messages = [now.get(str(rank)) for rank in range(self.size)]
         try:
             return {"value": decide(messages)}
         except CkptError as error:
             return {"error": error_to_data(error)}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return {"error": error_to_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
+            return {"error": error_to_data(RankError(now.what, f"rank 0 failed with {text}", "see its log"))}
 
-    def _acknowledge(self, key: str, what: str, *, wait: bool, keep: bool) -> None:
-        """Count the ranks that have the decision; rank 0 deletes the keys of the previous round.
+    def _tidy(self, now: _Round, *, wait: bool, keep: bool) -> None:
+        """Delete the keys of the round before, on rank 0.
 
-        With ``keep`` the decision is not deleted: ranks that did not make the call read it in their next one, however
-        late.
+        Args:
+            now: The round.
+            wait: Whether to wait until all ranks have its decision.
+            keep: Whether to keep its decision: ranks that did not make the call read it in their next one.
         """
-        acknowledged = f"{key}/acknowledged"
-        self._call(what, self._store.add, acknowledged, 1)
-        if self.rank:
-            return
         if wait:
-            self._wait(
-                lambda: self._call(what, self._store.add, acknowledged, 0) >= self.size,
-                time.monotonic() + ACKNOWLEDGE_SECONDS,
-            )
-        for old in self._old_keys:
-            self._call(what, self._store.delete_key, old)
-        names = [*map(str, range(self.size)), "count", "acknowledged", *(("given_up",) if keep else ("decision",))]
-        self._old_keys = [f"{key}/{name}" for name in names]
+            _wait(lambda: now.count(ACKNOWLEDGED) >= self.size, time.monotonic() + ACKNOWLEDGE_SECONDS)
+        before, names = self._before
+        for name in names:
+            before.delete(name)
+        self._before = now, [*map(str, range(self.size)), SENT, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
 
-    def _message_count(self, key: str, what: str) -> int:
-        return int(self._call(what, self._store.add, f"{key}/count", 0))
 
-    def _put(self, key: str, value: Any, what: str) -> None:
-        self._call(what, self._store.set, key, json.dumps(value))
+SENT, DECISION, ACKNOWLEDGED, GIVEN_UP = "count", "decision", "acknowledged", "given_up"
 
-    def _check(self, keys: list[str], what: str) -> bool:
-        return bool(self._call(what, self._store.check, keys))
 
-    @staticmethod
-    def _call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+class _Round:
+    """The values of one exchange in the store, as JSON data, in this order.
+
+    * ``RANK``: the message of that rank; ``SENT`` counts them.
+    * ``GIVEN_UP``: the call of a rank that rank 0 has kept waiting too long. Rank 0 decides when all have sent their
+      message, when a rank has given up, or after the timeout; the last two are the error of a late call.
+    * ``DECISION``: a value or an error for all ranks; with ``timed_out``, the call that was late.
+    * ``ACKNOWLEDGED``: the number of ranks that have read the decision. In the next round rank 0 deletes the others; it
+      keeps the decision of a late call.
+
+    Args:
+        store: The store.
+        prefix: Prefix of the keys.
+        what: Name of the task, for errors.
+    """
+
+    def __init__(self, store: Store, prefix: str, what: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.what = what
+
+    def put(self, name: str, value: Any) -> None:
+        self._call(self._store.set, self._key(name), json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        return json.loads(self._call(self._store.get, self._key(name)))
+
+    def has(self, name: str) -> bool:
+        return bool(self._call(self._store.check, [self._key(name)]))
+
+    def add(self, name: str) -> None:
+        self._call(self._store.add, self._key(name), 1)
+
+    def count(self, name: str) -> int:
+        return int(self._call(self._store.add, self._key(name), 0))
+
+    def delete(self, name: str) -> None:
+        self._call(self._store.delete_key, self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except RuntimeError as error:  # base class of torch's DistNetworkError and DistStoreError
             problem = "the store of the ranks cannot be reached"
-            raise RankError(what, problem, "the process that holds it may have ended: see the log of rank 0") from error
+            hint = "the process that holds it may have ended: see the log of rank 0"
+            raise RankError(self.what, problem, hint) from error
 
-    @staticmethod
-    def _wait(condition: Callable[[], bool], end: float) -> bool:
-        pause = SHORTEST_PAUSE
-        while not condition():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE)
-        return True
+
+def _wait(condition: Callable[[], bool], end: float) -> bool:
+    pause = SHORTEST_PAUSE
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE)
+    return True
 
 
 class Alone(Ranks):
