@@ -157,7 +157,7 @@ class CheckpointManager:
         self._background = Background()
         self._group: Any = None
         self._warned = False
-        self._checked: dict[str, weakref.ref[Any]] = {}
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saved: KnownEngines = {}
         self._skipped: dict[str, Skipped] = {}
         self._parent: tuple[str, str] | None = None
@@ -289,6 +289,7 @@ class CheckpointManager:
         """Capture the state of the engines, and check in an engine's first save that a restore would accept it."""
         from ckpttool.integrations.deepspeed.capture import CapturedFiles, capture, merged
 
+        first_saves: list[tuple[LiveEngine, CapturedFiles]] = []
         captured, own_files, rank_state = CapturedFiles(), ready.own_files, save.rank_state
         digests: dict[str, SavedDigests | None] = {}
         try:
@@ -315,8 +316,14 @@ class CheckpointManager:
                         exclude_frozen=save.exclude_frozen,
                         waits=not self.saves_in_background,
                     )
-                    self._check_restorable(live, name, directory, part, strict=not save.exclude_frozen)
+                if live.engine not in self._checked:
+                    first_saves.append((live, part))
                 own_files, rank_state = {}, None  # the first engine has the states of the ranks
+            if first_saves:
+                from ckpttool.integrations.deepspeed.restorable import check_restorable
+
+                check_restorable(first_saves, directory, self._ranks, strict=not save.exclude_frozen)
+                self._checked.update(live.engine for live, _ in first_saves)
         except BaseException:
             captured.release()
             raise
@@ -602,17 +609,6 @@ class CheckpointManager:
         from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
         return ranks_of_process_group(MEETING, self._timeout)
-
-    def _check_restorable(
-        self, live: LiveEngine, name: str, directory: str, captured: CapturedFiles, *, strict: bool
-    ) -> None:
-        """Check the first save of an engine before anything is written."""
-        from ckpttool.integrations.deepspeed.restorable import check_restorable
-
-        checked = self._checked.get(name)
-        if checked is None or checked() is not live.engine:
-            check_restorable(live, directory, self._ranks, captured, strict=strict)
-            self._checked[name] = weakref.ref(live.engine)
 
     def _warn_of_gradients(self, engine: Any) -> None:
         """Warn once of a save between two micro batches: gradients are in no checkpoint."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme, whole_layers
 from ckpttool.integrations.deepspeed.match import check_module, match
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.states import optimizer_identity
@@ -36,34 +36,58 @@ LOG = logging.getLogger(__name__)
 HINT = "change that, or save with engine.save_checkpoint"
 
 
-def check_restorable(live: LiveEngine, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool) -> None:
-    """Check that captured files can be restored into the engine; call it on every rank.
+def check_restorable(
+    parts: Sequence[tuple[LiveEngine, CapturedFiles]], directory: str, ranks: Ranks, *, strict: bool
+) -> None:
+    """Check that captured files can be restored into their engines; call it on every rank.
 
     Args:
-        live: The engine that they are of.
+        parts: Each engine with its files on this rank. If a rank could not capture its own, there is nothing to check.
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
-        captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
         strict: Whether all parameters of the model must be there.
 
     Raises:
         PlanError: They cannot be restored; the same on every rank.
     """
-    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)) if ranks.rank == 0 else ():
-        if lost:
-            LOG.warning("%s: %s", directory, lost)
-    own = {
-        "captured": captured.failed is None,
-        "experts": [group.get("name") for group in live.hyperparameters if group.get("moe")],
-        "problem": _elastic_problem(live),
-    }
-    ranks.exchange(directory, lambda: own, partial(_check, live, directory, captured, strict))
+    ranks.exchange(directory, partial(_told, parts), partial(_check_all, parts, directory, strict))
+
+
+def _told(parts: Sequence[tuple[LiveEngine, CapturedFiles]]) -> list[dict[str, Any]]:
+    """Return what differs between ranks, for each engine."""
+    return [
+        {
+            "captured": captured.failed is None,
+            "experts": [group.get("name") for group in live.hyperparameters if group.get("moe")],
+            "problem": _elastic_problem(live),
+        }
+        for live, captured in parts
+    ]
+
+
+def _check_all(
+    parts: Sequence[tuple[LiveEngine, CapturedFiles]],
+    directory: str,
+    strict: bool,
+    messages: Sequence[Sequence[dict[str, Any]]],
+) -> None:
+    """Check each engine on the first rank; the files of the model are alike on all ranks.
+
+    Raises:
+        PlanError: The files cannot be restored.
+    """
+    for number, (live, captured) in enumerate(parts):
+        for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)):
+            if lost:
+                LOG.warning("%s: %s", directory, lost)
+        with whole_layers(live.engine):
+            _check(live, directory, captured, strict, [message[number] for message in messages])
 
 
 def _check(
     live: LiveEngine, directory: str, captured: CapturedFiles, strict: bool, messages: Sequence[dict[str, Any]]
 ) -> None:
-    """Check on the first rank; the files of the model are alike on all ranks.
+    """Check one engine.
 
     Raises:
         PlanError: The files cannot be restored.
