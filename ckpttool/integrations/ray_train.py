@@ -288,22 +288,20 @@ class RayTrainCheckpoints:
             scheduler=scheduler,
             prove=prove,
             allow=tuple(self._allow),
+            committed=require_committed,
+            signed=require_signed,
         )
-        required = {"committed": require_committed, "signed": require_signed}
         if checkpoint is not None:
-            return self._restore_given(engine, checkpoint, options, required)
-        found = self._manager.begin_restore(engine, self._found, options, self._run.engines, **required)
-        opener = self._manager.opener(**required, module_only=weights_only)
-        state = self._manager.restore_first(found, engine, options, fall_back=True, open_=opener)
+            return self._restore_given(engine, checkpoint, options)
+        found = self._manager.begin_restore(engine, self._found, options, self._run.engines)
+        state = self._manager.restore_first(found, engine, options, fall_back=True)
         note_known(engines_by_name(engine), self._run.engines)
         self.restored = self._manager.restored
         if self._manager.restored is not None:
             self._report_unknown(found, self._manager.restored_path)
         return state
 
-    def _restore_given(
-        self, engine: Any, given: Any, options: LoadOptions, required: dict[str, bool]
-    ) -> dict[str, Any] | None:
+    def _restore_given(self, engine: Any, given: Any, options: LoadOptions) -> dict[str, Any] | None:
         if isinstance(given, ray.train.Checkpoint):
             storage, root = storage_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
@@ -311,11 +309,9 @@ class RayTrainCheckpoints:
         manager = CheckpointManager(
             root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
         )
-        found = manager.begin_restore(
-            engine, lambda: _candidates(manager.source, manager.root), options, None, root=manager.root, **required
-        )
-        opener = manager.opener(**required, module_only=options.weights_only)
-        state = manager.restore_first(found, engine, options, fall_back=len(found) > 1, open_=opener)
+        search = partial(_candidates, manager.source, manager.root)
+        found = manager.begin_restore(engine, search, options, root=manager.root)
+        state = manager.restore_first(found, engine, options, fall_back=len(found) > 1)
         self.restored = manager.restored
         return state
 

@@ -208,7 +208,7 @@ def test_keys(tmp_path: Path) -> None:
 
 def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> None:
     with refused(PlanError):
-        CheckpointManager(tmp_path).opener(signed=True)
+        CheckpointManager(tmp_path).restore(None, require_signed=True)
 
 
 def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import posixpath
-import signal
 import threading
 import time
 import weakref
@@ -37,6 +36,7 @@ from ckpttool.integrations.deepspeed.request import (
     note_known,
     ready_to_save,
 )
+from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
 from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
@@ -388,36 +388,14 @@ class CheckpointManager:
             dry_run=dry_run,
             prove=prove,
             allow=self._allow,
-        )
-        self.wait()
-        found = self.begin_restore(
-            engine,
-            lambda: [one.path for one in find(self.source, self.root, tag)],
-            options,
-            root=self.root,
-            tag=tag,
             committed=require_committed,
             signed=require_signed,
         )
-        opener = self.opener(committed=require_committed, signed=require_signed, module_only=weights_only)
-        return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
-
-    def opener(self, *, committed: bool = False, signed: bool = False, module_only: bool = False) -> Opener:
-        """Return a function that opens a checkpoint to restore.
-
-        Args:
-            committed: Refuse checkpoints without a manifest.
-            signed: Refuse manifests that are not signed with the manager's key.
-            module_only: As for ``open_whole``.
-
-        Raises:
-            ArgumentError: The manager has no key.
-        """
-        if signed and self._key is None:
-            raise ArgumentError(
-                "require_signed", "needs a key to compare signatures with", "pass sign_key to the manager"
-            )
-        return partial(open_whole, key=self._key if signed else None, committed=committed, module_only=module_only)
+        self.wait()
+        found = self.begin_restore(
+            engine, lambda: [one.path for one in find(self.source, self.root, tag)], options, root=self.root, tag=tag
+        )
+        return self.restore_first(found, engine, options, fall_back=tag is None)
 
     def begin_restore(
         self,
@@ -425,18 +403,31 @@ class CheckpointManager:
         search: Callable[[], list[str]],
         options: LoadOptions,
         known: KnownEngines | None = None,
-        **arguments: Any,
+        **asked: Any,
     ) -> list[str]:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments.
 
-        ``known`` are the engines of the run.
+        Args:
+            engine: As for ``restore``.
+            search: Returns the paths of the checkpoints, best first.
+            options: The options.
+            known: The engines of the run; None to allow any.
+            **asked: Other arguments that must be the same on all ranks.
         """
         engines = engines_by_name(engine)
-        arguments |= {"engines": [*engines]} | options.agreed()
-        _, found = self._ranks.begin(
-            self.root, arguments, own=partial(_check_restored, engines, known), decide=lambda _: search()
-        )
+        asked |= {"engines": [*engines]} | options.agreed()
+        ready = partial(self._check_restored, engines, options, known)
+        _, found = self._ranks.begin(self.root, asked, own=ready, decide=lambda _: search())
         return found
+
+    def _check_restored(self, engines: Mapping[str, Any], options: LoadOptions, known: KnownEngines | None) -> None:
+        """Check that this rank can restore."""
+        if options.signed and self._key is None:
+            problem = "needs a key to compare signatures with"
+            raise ArgumentError("require_signed", problem, "pass sign_key to the manager")
+        for one in engines.values():
+            inspect_engine(one)
+        check_known(engines, known)
 
     def restore_first(
         self,
@@ -445,7 +436,6 @@ class CheckpointManager:
         options: LoadOptions,
         *,
         fall_back: bool,
-        open_: Opener = open_whole,
     ) -> dict[str, Any] | None:
         """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged.
 
@@ -459,6 +449,8 @@ class CheckpointManager:
         engines = engines_by_name(engine)
         wanted = () if options.weights_only else tuple(engines)
         ranks, storage = self._ranks, self.source
+        key = self._key if options.signed else None
+        open_ = partial(open_whole, key=key, committed=options.committed, module_only=options.weights_only)
         first: CkptError | None = None
         thin = False
         for path in found:
@@ -693,13 +685,6 @@ class _Digesting:
         return next(iter(self._found.values())) if "" in self._found else self._found
 
 
-def _check_restored(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
-    """Check that a restore can load into engines."""
-    for one in engines.values():
-        inspect_engine(one)
-    check_known(engines, known)
-
-
 def _none_restorable(root: str, count: int, first: CkptError, *, thin: bool) -> LayoutError:
     """Return the error of a restore that no checkpoint satisfies.
 
@@ -769,54 +754,3 @@ def _attempt_of(storage: Storage, path: str) -> str:
         return read_manifest(storage, path).attempt if is_commit(storage, path) else ""
     except CkptError:
         return ""
-
-
-class SignalWatch:
-    """Notes signals, and calls the previous handlers; ``restore`` sets those again.
-
-    Args:
-        numbers: The signals.
-
-    Raises:
-        ArgumentError: A number is not a signal or cannot be handled, or this is not the main thread.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.noted = False
-        """Whether a signal has arrived."""
-        self._before: dict[int, Any] = {}
-        try:
-            for number in numbers:
-                self._watch(number)
-        except ArgumentError:
-            self.restore()
-            raise
-
-    def _watch(self, number: int) -> None:
-        try:
-            before = signal.getsignal(number)
-        except (ValueError, TypeError) as error:
-            raise ArgumentError("signals", f"has {number!r}, which is not a signal", "use signal.SIGTERM") from error
-        try:
-            signal.signal(number, self._note)
-        except OSError as error:
-            problem = f"has {signal.Signals(number).name}, which no program can handle"
-            raise ArgumentError("signals", problem, "use signal.SIGTERM") from error
-        except ValueError as error:
-            problem = f"cannot be watched in the thread {threading.current_thread().name}"
-            raise ArgumentError("signals", problem, "make the manager in the main thread") from error
-        self._before[number] = before
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.noted = True
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
-
-    def restore(self) -> None:
-        """Set the previous handlers again, except over handlers that other code has set since; main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if before is not None and signal.getsignal(number) == self._note:
-                signal.signal(number, before)

@@ -30,6 +30,10 @@ class LoadOptions:
     """True to prove the state after the load; None to prove it on an accelerator, if the save recorded digests."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
+    committed: bool = False
+    """Whether a restore refuses checkpoints without a manifest."""
+    signed: bool = False
+    """Whether a restore refuses manifests that are not signed with the manager's key."""
 
     @property
     def without_optimizer(self) -> bool:
@@ -38,7 +42,7 @@ class LoadOptions:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
-        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove")
+        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove", "committed", "signed")
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property
