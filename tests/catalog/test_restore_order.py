@@ -190,7 +190,7 @@ def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) ->
     for number, step in enumerate((10, 20, 30, 15, 25), 1):
         request = Request("global", step, 2, before=before, sidecars=SIDECARS)
         root = str(tmp_path / directory_name(step, number, f"{10 - number:08x}"))
-        save(LOCAL, root, Alone(), request, part(version(0), 0, 1), timeout=5.0)
+        save(LOCAL, root, Alone(), request, part(version(0), 0, 1))
         before = last_commit(LOCAL, str(tmp_path))
         assert before[1] == number
     assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15, 30, 20, 10]

@@ -516,9 +516,7 @@ def _callables() -> list[tuple[str, Callable[..., Any]]]:
         members = vars(value) if has_methods else {}
         found += [(f"{name}.{key}", member) for key, member in members.items() if python_inspect.isfunction(member)]
         found += [(name, value)] if python_inspect.isfunction(value) else []
-    of_integrations = {
-        f"CheckpointManager.{name}" for name in ("save_into", "begin_restore", "restore_first", "opener")
-    }
+    of_integrations = {f"CheckpointManager.{name}" for name in ("save_into", "begin_restore", "restore_first")}
     return [(n, value) for n, value in found if n not in of_integrations and not re.search(r"\._(?!_init__)", n)]
 
 

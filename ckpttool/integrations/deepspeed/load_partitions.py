@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import LayoutError, PlanError
+from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
@@ -104,15 +104,6 @@ def read_partitions(
     Raises:
         CkptError: The partitions cannot be planned, or reading failed.
     """
-    from ckpttool.integrations.deepspeed.states import check_form  # imports torch
-
-    if not options.without_optimizer:
-        check_form(live, checkpoint, ("state", "param_groups"))
-    live_parameters = live.parameters()
-    stray = [p.name for p in fitted.checkpoint.parameters if p.frozen and live_parameters[p.name].requires_grad]
-    if stray and live.stage == 3 and not options.without_optimizer:  # DeepSpeed loads fragments of frozen ones alone
-        why = f"holds {stray[0]}, which needs a gradient but is in no group of the optimizer: ZeRO-3 cannot load it"
-        raise PlanError(checkpoint.location, why, "add it to the optimizer, freeze it, or choose stage 0 to 2")
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
     has_states = live.partitions_states or not options.without_optimizer

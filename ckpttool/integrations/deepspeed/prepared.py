@@ -23,8 +23,6 @@ class LoadOptions:
     optimizer: bool = True
     scheduler: bool = True
     dry_run: bool = False
-    structure_only: bool = False
-    """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
@@ -32,6 +30,10 @@ class LoadOptions:
     """True to prove the state after the load; None to prove it on an accelerator, if the save recorded digests."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
+    committed: bool = False
+    """Whether a restore refuses checkpoints without a manifest."""
+    signed: bool = False
+    """Whether a restore refuses manifests that are not signed with the manager's key."""
 
     @property
     def without_optimizer(self) -> bool:
@@ -39,8 +41,8 @@ class LoadOptions:
         return self.weights_only or not self.optimizer
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks, for ``agree_to_begin``."""
-        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove")
+        """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
+        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove", "committed", "signed")
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property
