@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ckpttool.arguments import check_installed
 from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.execution.checks import FRAGMENT
@@ -37,8 +38,10 @@ def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT) -> Ranks:
         timeout: Seconds that a rank may lag.
 
     Raises:
+        ModuleNotFoundError: torch is not installed.
         PlanError: A process group of several ranks has no store.
     """
+    check_installed("a save, a load or a proof of a live run")
     import torch.distributed as dist  # slow to import, and not needed before a save or a load
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
