@@ -18,11 +18,9 @@ from ckpttool.storage.staging import KEPT
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ckpttool.api.average import AverageReport
-    from ckpttool.api.consolidate import ConsolidateReport
     from ckpttool.api.options import Options
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import ReadReport
@@ -96,16 +94,15 @@ class Written:
             free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
             yield Line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
 
-    def weights(self, report: ConsolidateReport | AverageReport) -> Iterator[Block]:
+    def weights(self, tied: Mapping[str, str], notes: Sequence[str], dtype: str | None) -> Iterator[Block]:
         """Yield the files, the tied names, the notes and the comparisons of written weights."""
         yield Table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in self.files], right=["size"])
-        for alias, name in report.tied.items():
+        for alias, name in tied.items():
             yield Line(f"{alias} is tied to {name}: stored once")
-        yield from self.remarks(report.notes)
+        yield from self.remarks(notes)
         if self.overflowed:
             yield Line(
-                f"warning: {self.overflowed:,} values are too large for {report.dtype} and became infinite; "
-                "use bf16 or fp32",
+                f"warning: {self.overflowed:,} values are too large for {dtype} and became infinite; use bf16 or fp32",
                 color="yellow",
             )
 

@@ -163,7 +163,7 @@ class AverageReport(Shown):
         yield self.written.line(contents)
         rows = [(s.location, "" if s.step is None else f"{s.step:,}", f"{s.weight:.6g}") for s in self.sources]
         yield Table(["source", "step", "weight"], rows, right=["step", "weight"])
-        yield from self.written.weights(self)
+        yield from self.written.weights(self.tied, self.notes, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class ConsolidateReport(Shown):
         """Yield the written files, or those planned by a dry run."""
         contents = f"{self.tensors} tensors, {self.elements:,} elements, parameters in {self.dtype}"
         yield self.written.line(contents)
-        yield from self.written.weights(self)
+        yield from self.written.weights(self.tied, self.notes, self.dtype)
 
 
 def consolidate(  # noqa: PLR0913  public API

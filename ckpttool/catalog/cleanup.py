@@ -11,7 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.entries import committed
-from ckpttool.catalog.retention import by_series, decide, parse_best
+from ckpttool.catalog.listing import by_series
+from ckpttool.catalog.retention import decide, parse_best
 from ckpttool.catalog.runs import ray_folders, trainer_commits
 from ckpttool.catalog.snapshot import is_own_name
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.blocks import Shown
+from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, Catalog, CatalogEntry
 from ckpttool.catalog.restore_order import Saved, last_after, newest_first
 from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
@@ -20,7 +20,6 @@ from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, S
 from ckpttool.formats import open_checkpoint, open_every
 from ckpttool.formats.layouts import (
     MAX_TAG,
-    OWN_OF_RAY,
     TRAINER,
     WEIGHTS,
     Place,
@@ -32,8 +31,6 @@ from ckpttool.formats.scan import (
     Found,
     commits,
     has_files_of_tag,
-    last_number,
-    natural_order,
     pattern_of,
     scan,
 )
@@ -58,11 +55,9 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from ckpttool.blocks import Block
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Entry, Storage
 
@@ -75,103 +70,10 @@ MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
-SKIPPED = "skipped by a restore, because it could not be restored: "
-"""Start of the problem of a checkpoint with the mark of a save."""
-OWN_ROOT = "is a root of its own"
-"""Start of the problem of a directory that contains checkpoints but is not one itself."""
-NOT_FOLLOWED = "leaves the root: follow_links is not set"
-"""End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
 """Most bytes of such a file; one with a million logged steps is smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
-    """One checkpoint under a root."""
-
-    name: str
-    """Directory relative to the root: the tag, or a trainer's "checkpoint-500"."""
-    path: str
-    """Path or URL of the directory."""
-    format: str | None
-    """``Checkpoint.format``; None if unknown."""
-    stage: int | None
-    """ZeRO stage."""
-    world_size: int | None
-    """Number of ranks of the saved run."""
-    step: int | None
-    """Steps of the engine."""
-    nbytes: int
-    """Size of all files below the directory in bytes; 0 for a link."""
-    modified: float | None
-    """Modification time of the newest file in seconds since 1970."""
-    whole: bool
-    """Whether the files of all ranks exist and agree."""
-    problem: str | None
-    """Problem of a checkpoint that is not whole."""
-    latest: bool
-    """Whether ``latest`` names it."""
-    link: str | None
-    """The target of a symbolic link; None for a directory."""
-    metrics: Mapping[str, float]
-    """Metrics of the manifest, and numbers of the client state by dotted key."""
-    reported: bool = False
-    """Whether Ray Train's snapshot of the run lists it. Only Ray's rules may remove it: the run cannot restart without
-    it."""
-    saved: float | None = None
-    """Time of the save in seconds since 1970: of the manifest, or else ``modified``."""
-    thin: str | None = None
-    """Type of the weights ("bf16", "fp32") of a thin checkpoint: ``prune`` has removed its optimizer states."""
-    pin: Pin | None = None
-    """The pin that keeps it from being removed or thinned."""
-    torn: str | None = None
-    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
-    "incomplete, beside weights": one of the two, but the directory also contains weight files, which may be whole. None
-    if the checkpoint is whole, or cannot be read for another reason."""
-    being_saved: bool = False
-    """Whether the process that saves it still runs on this machine."""
-    state: str = ""
-    """Changes when any file below the directory is written or removed."""
-    rank: int = 0
-    """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
-    series: str = ""
-    """Differs between checkpoints of different models, of the models of one save, and between a tag and the folder of a
-    trainer; "" if it is unknown."""
-    sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
-    """The names of its files, with "#" for each number."""
-    committed: bool = False
-    """Whether it has a manifest of ckpttool."""
-    best: bool = False
-    """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the directory contains checkpoints, but is not one itself."""
-        return (self.problem or "").startswith(OWN_ROOT)
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether it has the mark of a checkpoint that a restore has skipped."""
-        return (self.problem or "").startswith(SKIPPED)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether its files are not read because a link leads out of the root."""
-        return (self.problem or "").endswith(NOT_FOLLOWED)
-
-    @property
-    def condition(self) -> str:
-        """One of "whole", "torn", "not read (--follow-links)" and "a root" (of checkpoints)."""
-        if self.whole:
-            return "whole"
-        return "a root" if self.is_root else "not read (--follow-links)" if self.is_unread else "torn"
-
-    @property
-    def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
-        """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
-        return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
 
 
 class _Listed(NamedTuple):
@@ -184,26 +86,6 @@ class _Listed(NamedTuple):
     """Paths that its trainer's state names as the best checkpoint."""
     problem: str = ""
     """Why the trainer's state cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Catalog(Shown):
-    """The checkpoints under a root."""
-
-    root: str
-    """The directory."""
-    entries: tuple[CatalogEntry, ...]
-    """Entries, older ones first."""
-    problems: tuple[str, ...]
-    """Problems of ``latest``, of Ray Train's snapshot, and of the trainer's state."""
-    unlisted: tuple[str, ...] = ()
-    """Directories in it with checkpoints of their own, such as the output of a trainer, that are not listed."""
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield a row for each checkpoint, then defects of latest."""
-        from ckpttool.catalog import texts  # only those who print need it
-
-        return texts.catalog(self)
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
@@ -672,9 +554,3 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
 
     visit("", dict(state), 0)
     return found
-
-
-def _step_in(name: str) -> int:
-    """Return the step in the name of a checkpoint; -1 without one."""
-    own = step_in(name, OWN_OF_RAY)
-    return last_number(name) if own is None else own

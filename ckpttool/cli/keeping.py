@@ -96,9 +96,9 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     elif as_json:
         print_json({"decisions": decisions})
     else:
-        from ckpttool.catalog.texts import decisions as rows
+        from ckpttool.catalog.retention import table
 
-        print_blocks(rows(decisions, dry_run=given["dry_run"]))
+        print_blocks(table(decisions, dry_run=given["dry_run"]))
     if failed is not None:
         raise failed
 

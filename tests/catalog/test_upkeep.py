@@ -18,7 +18,7 @@ import ckpttool as api
 from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog import cleanup, entries, retention, thinning
 from ckpttool.catalog.cleanup import maintain, remove_left_over_files, rotate
-from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.commit.manifest import Manifest, read_manifest

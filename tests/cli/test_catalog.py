@@ -11,7 +11,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.catalog import copy_plan
-from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
 from ckpttool.storage import MARK, aside_name, open_storage

@@ -11,7 +11,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
-from ckpttool.catalog.entries import NOT_FOLLOWED, Catalog, CatalogEntry
+from ckpttool.catalog.listing import NOT_FOLLOWED, Catalog, CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
 from tests.cli.command import ckpttool
