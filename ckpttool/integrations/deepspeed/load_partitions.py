@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
@@ -13,7 +13,7 @@ from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scale, version
-from ckpttool.integrations.deepspeed.prepared import PlannedState, Replicas
+from ckpttool.integrations.deepspeed.prepared import PackedTensor, PlannedState, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan import CopyPlan, TargetFile
@@ -32,20 +32,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Bytes: a multiple of every element's size."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """One tensor in the file."""
-
-    name: str
-    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
-    dtype: str
-    """safetensors' spelling."""
-    start: int
-    """First byte; a multiple of ALIGNMENT."""
-    nbytes: int
-    """Size in bytes, without padding."""
 
 
 def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:

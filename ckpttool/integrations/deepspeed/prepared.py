@@ -9,9 +9,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.checks import Check, ReadChecks
-    from ckpttool.integrations.deepspeed.load_partitions import PackedTensor
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import Fitted
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor in the file."""
+
+    name: str
+    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
+    dtype: str
+    """safetensors' spelling."""
+    start: int
+    """First byte; a multiple of ALIGNMENT."""
+    nbytes: int
+    """Size in bytes, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
