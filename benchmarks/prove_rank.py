@@ -49,7 +49,9 @@ def main() -> None:
     taking = managers._digests_of
     found: dict[str, tuple[str, dict[str, dict[str, list[float]]]]] = {}
     for kind in ("blocking", "background"):
-        rows: dict[str, dict[str, list[float]]] = {f"{name} digests": {"wall": []} for name in ("with", "without")}
+        rows: dict[str, dict[str, list[float]]] = {
+            f"{name} digests": {"wall": [], "cpu": []} for name in ("with", "without")
+        }
         stalls: dict[str, dict[str, list[float]]] = {f"{name} digests": {"wall": []} for name in ("with", "without")}
         found[f"save, {kind}"] = ("without digests", rows)
         if kind == "background":
@@ -62,21 +64,27 @@ def main() -> None:
                 manager = ckpttool.CheckpointManager(
                     root, async_save=kind == "background", keep_last=1, on_save=reports.append
                 )
+                dist.barrier()
+                used = time.process_time()
                 manager.save(engine, tag=f"run{n}")
                 manager.wait()
+                used = time.process_time() - used
                 dist.barrier()
                 if n:
                     rows[f"{name} digests"]["wall"].append(reports[0].seconds)
+                    rows[f"{name} digests"]["cpu"].append(used)
                     stalls[f"{name} digests"]["wall"].append(reports[0].stall_seconds)
-    rows = {"with a proof": {"wall": []}, "without": {"wall": []}}
+    rows = {"with a proof": {"wall": [], "cpu": []}, "without": {"wall": [], "cpu": []}}
     found["load"] = ("without", rows)
     for n in range(runs + 1):
         for name in rows:
             dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             ckpttool.load(engine, data / "blocking with", prove=name == "with a proof")
+            used = time.process_time() - used
             dist.barrier()
             if n:
+                rows[name]["cpu"].append(used)
                 rows[name]["wall"].append(time.perf_counter() - began)
     if dist.get_rank() == 0:
         print(json.dumps(found))

@@ -26,8 +26,8 @@ LANES = 2
 """Sums of 64 bits in a digest."""
 BLOCK_WORDS = 4096
 """Words with one factor a."""
-CHUNK_BLOCKS = 64
-"""Blocks that are widened at once: 2 MB, which a cache holds."""
+CHUNK_BLOCKS = 16
+"""Blocks that are widened at once: 512 kB, which the cache of one core holds."""
 RUN_BLOCKS = 1024
 """Blocks whose factors are computed at once."""
 SHORT_RUN = 1024

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool.blocks import Line, Shown, Table
-from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.errors import LayoutError
@@ -22,6 +22,7 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader, chunk_elements
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.model.selection import WEIGHTS, contents, matcher
+from ckpttool.model.state_digest import OPTION, STATE, Item, paired, tied_names
 from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
@@ -181,50 +182,37 @@ def compare(  # noqa: PLR0913  the options of diff
         StorageError: Reading failed.
     """
     matches = matcher(include, exclude)
-    ours, theirs = (_by_name(c) for c in (a, b))
+    ours, theirs = ({Item(STATE, c.key, c.name): c.state for c in contents(one)} for one in (a, b))
     notes = []
-    optimizer = [any(key != WEIGHTS for _, key in held) for held in (ours, theirs)]
+    optimizer = [any(item.key != WEIGHTS for item in held) for held in (ours, theirs)]
     if optimizer[0] != optimizer[1]:
         lacking = (a, b)[optimizer.index(False)]
         why = f": {lacking.left_out}" if lacking.left_out else " holds no optimizer states"
         notes.append(f"{lacking.location}{why}: only weights are compared")
-        ours, theirs = ({k: s for k, s in held.items() if k[1] == WEIGHTS} for held in (ours, theirs))
+        ours, theirs = ({i: s for i, s in held.items() if i.key == WEIGHTS} for held in (ours, theirs))
     elif loose := dict.fromkeys((*a.nonpartitionable, *b.nonpartitionable)):
         notes.append(f"states that belong to no parameter are not compared: {', '.join([*loose][:5])}")
-    partner = {k: p for k in ours if (p := _partner(k, a, b, theirs)) is not None}
+    tied = tied_names(a.aliases, b.aliases)
+    pairs = [pair for pair in paired(ours, theirs, tied) if matches(pair[0].name)]
     files = source_files(a), source_files(b)
     with (
         Sources(files[0], checks_for(files[0], a, "read")) as left,
         Sources(files[1], checks_for(files[1], b, "read")) as right,
     ):
-        tasks = (
-            partial(_one, left, right, k, ours[k], theirs[p], (rtol, atol), advance)
-            for k, p in partner.items()
-            if matches(k[0])
-        )
-        with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=left.remote or right.remote))) as results:
-            found = {(d.name, d.state): d for d in results}
-        differing = _other_differences(_others(a, left, matches), _others(b, right, matches)) if others else None
+        tasks = (partial(_one, left, right, *pair, (rtol, atol), advance) for pair in pairs)
+        with contextlib.closing(in_order(tasks, jobs or default_jobs(remote=left.remote or right.remote))) as results:
+            tensors = tuple(results)
+        values = (_others(a, left, matches), _others(b, right, matches)) if others else None
+        differing = None if values is None else _other_differences(*values, tied)
         for sources in (left, right):
             sources.finish_checks(jobs=jobs)
             sources.check_unchanged()
-    tensors = [
-        found[k] if k in found else Difference(*k, "only in a", (s.dtype, None), (s.shape, None))
-        for k, s in ours.items()
-        if matches(k[0])
-    ]
-    taken = set(partner.values())
-    tensors += [
-        Difference(*k, "only in b", (None, s.dtype), (None, s.shape))
-        for k, s in theirs.items()
-        if k not in taken and matches(k[0])
-    ]
-    return DiffReport(a.location, b.location, tuple(tensors), tuple(notes), differing)
+    return DiffReport(a.location, b.location, tensors, tuple(notes), differing)
 
 
-def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], bool]) -> dict[tuple[str, str], object]:
-    """Return steps, hyper-parameters, scheduler, loss scale and client state by (name, parameter); no containers."""
-    result: dict[tuple[str, str], object] = {}
+def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], bool]) -> dict[Item, object]:
+    """Return steps, hyper-parameters, scheduler, loss scale and client state; no containers."""
+    result: dict[Item, object] = {}
 
     def add(name: str, value: object, parameter: str = "", inside: tuple[int, ...] = ()) -> None:
         if isinstance(value, TensorRef):
@@ -236,15 +224,15 @@ def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], b
                 "items": value.items,
                 "appended": value.appended,
             }
-            result[name, parameter] = value.qualified_name
+            result[Item(OPTION, name, parameter)] = value.qualified_name
             value = {key: part for key, part in parts.items() if part}
         items = (
             value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, SEQUENCES) else None
         )
         if items is None or id(value) in inside or len(inside) > MAX_DEPTH:
-            result[name, parameter] = value if items is None else "..."
+            result[Item(OPTION, name, parameter)] = "None" if value is None else value if items is None else "..."
         elif not value:
-            result[name, parameter] = "empty"
+            result[Item(OPTION, name, parameter)] = "empty"
         else:
             for key, part in items:
                 add(
@@ -281,15 +269,14 @@ def _tensor_text(checkpoint: Checkpoint, sources: Sources, tensor: TensorRef) ->
 
 
 def _other_differences(
-    ours: Mapping[tuple[str, str], object], theirs: Mapping[tuple[str, str], object]
+    ours: Mapping[Item, object], theirs: Mapping[Item, object], tied: Mapping[str, Sequence[str]]
 ) -> tuple[OtherDifference, ...]:
     """Compare values; parameters with the same difference are one entry."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for key in dict.fromkeys((*ours, *theirs)):
-        x, y = ours.get(key, ""), theirs.get(key, "")
+    for item, x, y in paired(ours, theirs, tied):
         # A number may be an integer in one format and a float in another. NaN equals NaN.
         if not (type(x) in NUMBERS and type(y) in NUMBERS and x == y) and _text(x) != _text(y):
-            found.setdefault((key[0], _text(x), _text(y)), []).append(key[1])
+            found.setdefault((item.key, _text(x), _text(y)), []).append(item.name)
     return tuple(OtherDifference(name + _of(owners), x, y) for (name, x, y), owners in found.items())
 
 
@@ -299,34 +286,23 @@ def _of(parameters: Sequence[str]) -> str:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
-def _partner(
-    key: tuple[str, str], a: Checkpoint, b: Checkpoint, theirs: Mapping[tuple[str, str], State]
-) -> tuple[str, str] | None:
-    """Return b's name of a tensor of a: a tied tensor may be stored under either of its names."""
-    name, state = key
-    others = (alias for alias, stored in a.aliases.items() if stored == name)
-    return next((k for n in (name, b.aliases.get(name, name), *others) if (k := (n, state)) in theirs), None)
-
-
-def _by_name(checkpoint: Checkpoint) -> dict[tuple[str, str], State]:
-    return {(c.name, c.key): c.state for c in contents(checkpoint)}
+    return "" if value is None else value if isinstance(value, str) else repr(value)
 
 
 def _one(
     left: Sources,
     right: Sources,
-    key: tuple[str, str],
-    a: State,
-    b: State,
+    item: Item,
+    a: State | None,
+    b: State | None,
     tolerance: tuple[float, float],
     advance: Advance,
 ) -> Difference:
-    dtypes, shapes = (a.dtype, b.dtype), (a.shape, b.shape)
-    if a.shape != b.shape:
-        return Difference(*key, "shape", dtypes, shapes)
+    dtypes = None if a is None else a.dtype, None if b is None else b.dtype
+    shapes = None if a is None else a.shape, None if b is None else b.shape
+    if a is None or b is None or a.shape != b.shape:
+        kind = "only in b" if a is None else "only in a" if b is None else "shape"
+        return Difference(item.name, item.key, kind, dtypes, shapes)
     differing, max_abs, max_rel = 0, 0.0, 0.0
     step = chunk_elements(left, right)
     ours, theirs = StateReader(left).chunks(a, step=step), StateReader(right).chunks(b, step=step)
@@ -337,7 +313,8 @@ def _one(
         count, absolute, relative = _compared(x, y, *tolerance)
         differing += count
         max_abs, max_rel = max(max_abs, absolute), max(max_rel, relative)
-    return Difference(*key, "values" if differing else "equal", dtypes, shapes, differing, max_abs, max_rel)
+    kind = "values" if differing else "equal"
+    return Difference(item.name, item.key, kind, dtypes, shapes, differing, max_abs, max_rel)
 
 
 def _compared(x: NDArray[Any], y: NDArray[Any], rtol: float, atol: float) -> tuple[int, float, float]:

@@ -22,7 +22,21 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model import MASTER, MODULE
 from ckpttool.model.selection import WEIGHTS, Content, contents
-from ckpttool.model.state_digest import NOT_COMPARED, NOT_HYPERPARAMETERS, StateDigest, TensorDigest, canonical, leaves
+from ckpttool.model.state_digest import (
+    NOT_COMPARED,
+    NOT_HYPERPARAMETERS,
+    OTHER_TYPE,
+    STATE,
+    Fact,
+    Item,
+    Mismatch,
+    StateDigest,
+    TensorDigest,
+    canonical,
+    difference,
+    leaves,
+    paired,
+)
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
@@ -98,17 +112,6 @@ def module_copies(checkpoint: Checkpoint) -> list[Content]:
     """Return the copies that the module computes with, of the parameters that have masters too."""
     trained = [p for p in checkpoint.parameters if MODULE in p.states and MASTER in p.states]
     return [Content(p.name, MODULE, p.states[MODULE]) for p in trained]
-
-
-def digest_of(
-    checkpoint: Checkpoint,
-    tensors: Sequence[Content],
-    *,
-    jobs: int | None,
-    dtypes: Mapping[str, str] | None = None,
-) -> str:
-    """Return one digest of some tensors; arguments and errors as for ``tensor_digests``."""
-    return _joined(tensor_digests(checkpoint, tensors, jobs=jobs, dtypes=dtypes))
 
 
 def tensor_digests(
@@ -238,7 +241,7 @@ HINT = "a disk or memory may be failing: try again, and report it if it happens 
 
 
 def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: int | None) -> str:
-    """Check that source and output have the same digest, and the same numbers of each parameter, such as steps.
+    """Check that source and output have the same digests, and the same numbers of each parameter, such as steps.
 
     Returns:
         The digest of the weights.
@@ -246,16 +249,14 @@ def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: i
     Raises:
         LayoutError: They differ.
     """
-    own, there = ({p.name: c.numbers(p) for p in c.parameters} for c in (source, written))
-    for name, numbers in own.items():
-        for key, number in there.get(name, {}).items():
-            if key in numbers and canonical(number.value) != canonical(numbers[key].value):
-                problem = f"has {key} {number.value} of {name}, but the source has {numbers[key].value}"
-                raise LayoutError(directory, problem, HINT)
+    numbers = [{(k, p.name): n.value for p in c.parameters for k, n in c.numbers(p).items()} for c in (source, written)]
+    both = [key for key in numbers[0] if key in numbers[1]]  # not all formats have all of them
+    _check_same(directory, *({key: canonical(own[key]) for key in both} for own in numbers))
     expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
-    if expected != found:
-        problem = f"has the digests {found.weights} and {found.optimizer} of weights and optimizer, but the source has "
-        raise LayoutError(directory, f"{problem}{expected.weights} and {expected.optimizer}", HINT)
+    tensors = [
+        {(k, n): t for k, own in d.tensors.items() if k != MODULE for n, t in own.items()} for d in (expected, found)
+    ]
+    _check_same(directory, *tensors)
     return found.weights
 
 
@@ -275,8 +276,25 @@ def same_weights(
     """
     contents_of_source = [Content(name, WEIGHTS, state) for name, (state, _) in selected.items()]
     dtypes = {name: dtype for name, (_, dtype) in selected.items()}
-    expected = digest_of(checkpoint, contents_of_source, dtypes=dtypes, jobs=jobs)
-    found = digest_of(written, contents(written), jobs=jobs)
-    if expected != found:
-        raise LayoutError(written.location, f"has the digest {found}, but the source has {expected}", HINT)
-    return expected
+    expected = tensor_digests(checkpoint, contents_of_source, dtypes=dtypes, jobs=jobs)
+    _check_same(written.location, expected, tensor_digests(written, contents(written), jobs=jobs))
+    return _joined(expected)
+
+
+def _check_same(
+    directory: str, source: Mapping[tuple[str, str], Fact], written: Mapping[tuple[str, str], Fact]
+) -> None:
+    """Check that an output has the items of the source, by key and name; equal values may have another type.
+
+    Raises:
+        LayoutError: It has not.
+    """
+    a, b = ({Item(STATE, *names): fact for names, fact in own.items()} for own in (source, written))
+    found = [
+        Mismatch(item.key, item.name, problem)
+        for item, own, other in paired(a, b, {})
+        if (problem := difference(own, other)) and not problem.startswith(OTHER_TYPE)
+    ]
+    if found:
+        more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+        raise LayoutError(directory, f"is not the source: {found[0]}{more}", HINT)

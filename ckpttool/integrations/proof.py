@@ -16,13 +16,15 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.formats.rank_files import in_order
-from ckpttool.integrations.state_comparison import OTHER_VALUES, Scope, compare, tensor_problem
+from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
+from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
 from ckpttool.model.rank_digest import APART, RankDigest, merge
 from ckpttool.model.selection import contents, find
-from ckpttool.model.state_digest import WEIGHTS, Mismatch, StateDigest, TensorDigest
+from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
 from ckpttool.plan.builder import source_files
+from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import TIMEOUT
 
 if TYPE_CHECKING:
@@ -99,13 +101,13 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
         if merged.contradictions:
             raise _error("live_digest", merged.contradictions)
         left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
-        left_out += [f"{name} of ranks after the first" for name in merged.buffers]
+        left_out += [f"{item.name} of ranks after the first" for item in merged.apart if item.key == WEIGHTS]
         if left_out:
             LOG.warning("live_digest left out %s", "; ".join(left_out))
         return merged.state.to_json()
 
     def own() -> dict[str, str]:
-        return _state_of(model, optimizer, scheduler).digest(gathered=False).to_json()
+        return _state_of(model, optimizer, scheduler).digest().to_json()
 
     return StateDigest.from_json(ranks.exchange("live_digest", own, decide))
 
@@ -237,7 +239,7 @@ def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, r
 
     def decide(messages: list[Any]) -> list[list[str]]:
         saved = {name: TensorDigest.parse(text) for own in messages for name, text in own.items()}
-        problems = {name: tensor_problem(one, live[name]) for name, one in saved.items()}
+        problems = {name: difference(one, live[name]) for name, one in saved.items()}
         return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
 
     found = ranks.exchange(checkpoint.location, own, decide)
@@ -305,11 +307,13 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     aliases = [alias for alias, name in checkpoint.aliases.items() if name == piece.name]
     own = {p.name: p.states for p in checkpoint.parameters}
     name = next((n for n in (piece.name, checkpoint.aliases.get(piece.name, ""), *aliases) if n in own), piece.name)
-    state = find(checkpoint, name, piece.key)
+    copied = piece.key == MODULE and MODULE not in own.get(name, ())  # ZeRO-3 makes the copies from the masters
+    state = find(checkpoint, name, WEIGHTS if copied else piece.key)
     files = source_files(checkpoint)
     kind = numpy_dtype("F32" if piece.dtype in {"F16", "BF16"} else piece.dtype)
     with Sources(files, checks_for(files, checkpoint, "off")) as sources:
-        parts = [values.astype(kind) for _, values in StateReader(sources).chunks(state)]
+        chunks = (values for _, values in StateReader(sources).chunks(state))
+        parts = [(cast(values, piece.dtype) if copied else values).astype(kind) for values in chunks]
     whole = np.concatenate(parts) if parts else np.empty(0, kind)
     places = np.arange(whole.size)
     if isinstance(piece.starts, int):

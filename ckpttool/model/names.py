@@ -29,12 +29,17 @@ def with_names_of(checkpoint: Checkpoint, names: Collection[str]) -> Checkpoint:
         names: The model's parameters and buffers.
     """
     own = [*(p.name for p in checkpoint.parameters), *(b.name for b in checkpoint.buffers), *checkpoint.aliases]
-    found = _renames(own, names)
+    found = renames(own, names)
     return _renamed(checkpoint, found) if found else checkpoint
 
 
-def _renames(own: Collection[str], names: Collection[str]) -> dict[str, str]:
-    """Return the model's name of each name of a checkpoint that differs from it by wrappers."""
+def renames(own: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Return the model's name of each name of a checkpoint that differs from it by wrappers.
+
+    Args:
+        own: The checkpoint's parameters and buffers.
+        names: The model's.
+    """
     there, here = {*own}, {*names}
     lacking = [name for name in there if name not in here]
     wanted = {plain_name(name): name for name in here - there}

@@ -7,9 +7,9 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,22 @@ from ckpttool import digests
 from ckpttool.model import MODULE
 from ckpttool.model.state_digest import (
     GATHERED,
+    OPTION,
+    STATE,
     STEP,
+    VALUE,
     WEIGHTS,
+    Fact,
+    Item,
     Mismatch,
     StateDigest,
     TensorDigest,
-    canonical,
-    short,
+    items_of_state,
+    told,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -98,14 +103,8 @@ class RankDigest(RankFacts):
 
     def to_json(self) -> dict[str, str]:
         """Return the digests as JSON data; most of it is the same text on many ranks."""
-        facts = {name: getattr(self, name) for name in RankFacts.__dataclass_fields__ if name != "own"}
-        facts["groups"] = [dict(options) for options in self.groups]
-        return {
-            "parts": _packed(self.parts),
-            "facts": _packed(facts),
-            "own": _packed(dict(self.own)),
-            "rows": base64.b64encode(zlib.compress(self.rows.tobytes(), 1)).decode(),
-        }
+        facts = {name: _packed(getattr(self, name)) for name in ("parts", *RankFacts.__dataclass_fields__)}
+        return {**facts, "rows": base64.b64encode(zlib.compress(self.rows.tobytes(), 1)).decode()}
 
     @classmethod
     def from_json(cls, found: Mapping[str, str], parsed: dict[str, Any]) -> RankDigest:
@@ -115,16 +114,19 @@ class RankDigest(RankFacts):
             found: The data.
             parsed: Texts that were parsed before, for other ranks.
         """
-        parts = parsed.get(found["parts"])
-        if parts is None:
-            parts = [
-                Part(k, n, dtype, tuple(shape), buffer) for k, n, dtype, shape, buffer in _unpacked(found["parts"])
-            ]
-            parsed[found["parts"]] = parts
-        facts = parsed.setdefault(found["facts"], None) or _unpacked(found["facts"])
-        parsed[found["facts"]] = facts
+        facts: dict[str, Any] = {}
+        for name in ("parts", *RankFacts.__dataclass_fields__):
+            if found[name] not in parsed:
+                value = _unpacked(found[name])
+                parsed[found[name]] = [_part(one) for one in value] if name == "parts" else value
+            facts[name] = parsed[found[name]]
         rows = np.frombuffer(zlib.decompress(base64.b64decode(found["rows"])), dtype=np.uint64).reshape(-1, 4)
-        return cls(parts=parts, rows=rows, own=_unpacked(found["own"]), **facts)
+        return cls(rows=rows, **facts)
+
+
+def _part(found: Sequence[Any]) -> Part:
+    key, name, dtype, shape, is_buffer = found
+    return Part(key, name, dtype, tuple(shape), is_buffer)
 
 
 def _packed(value: Any) -> str:
@@ -143,46 +145,40 @@ class Merged(NamedTuple):
     mismatches: list[Mismatch]
     """Contradictions of the ranks in their tensors."""
     apart: Apart
-    """Numbers, hyper-parameters and values that differ between ranks; see ``contradictions``."""
+    """Items that differ between ranks: numbers, hyper-parameters, values and buffers."""
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
-    buffers: dict[str, dict[int, int]]
-    """Digest on each rank of the buffers that differ between ranks, or that some ranks lack."""
+    holders: dict[str, list[int]]
+    """Ranks that have elements of each parameter."""
 
     @property
     def contradictions(self) -> list[Mismatch]:
         """All differences between ranks that should have one state."""
-        allowed = {*self.unproven, *(self.state.differing or ())}
-        apart = contradictions({item: found for item, found in self.apart.items() if item[0] not in allowed})
-        return [*self.mismatches, *apart]
+        allowed, differing = self.unproven.keys(), self.state.differing or ()
+        odd = {
+            i: found for i, found in self.apart.items() if i.key not in allowed and (i.name or i.key) not in differing
+        }
+        return [*self.mismatches, *contradictions(odd)]
 
 
-Item = tuple[str, str]
-"""Name of a number, a hyper-parameter or a value, and its owner: a parameter, "the group of" one, or ""."""
-Apart = Mapping[Item, Mapping[str | None, Sequence[int]]]
-"""For each item the ranks that have each text; None for ranks that lack it."""
-
-
-def of_group(parameter: str) -> str:
-    """Return the owner of the hyper-parameters of a parameter, in messages."""
-    return f"the group of {parameter}"
+Apart = Mapping[Item, Mapping[Fact | None, Sequence[int]]]
+"""For each item the ranks that have each value; None for ranks that lack it."""
 
 
 def on_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text for a message."""
+    """Return ranks as text for a message; "" for none."""
     listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
-    return f" on rank{'s' * (len(ranks) > 1)} {listed}"
+    return f" on rank{'s' * (len(ranks) > 1)} {listed}" if ranks else ""
 
 
 def contradictions(apart: Apart) -> list[Mismatch]:
     """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
     result: dict[tuple[str, str, str], Mismatch] = {}
-    for (key, owner), found in apart.items():
+    for item, found in apart.items():
         first, *others = sorted(found.items(), key=lambda one: one[1][0])
-        texts = [f"{'missing' if text is None else short(text)}{on_ranks(ranks)}" for text, ranks in (*others, first)]
-        problem = f"is {', but '.join(texts)}"
-        once = "" if owner.startswith(of_group("")) else owner
-        result.setdefault((key, once, problem), Mismatch(key, owner, problem))
+        problem = f"is {', but '.join(f'{told(fact)}{on_ranks(ranks)}' for fact, ranks in (*others, first))}"
+        once = "" if item.kind == OPTION else item.name
+        result.setdefault((item.key, once, problem), Mismatch(item.key, item.owner, problem))
     return list(result.values())
 
 
@@ -195,53 +191,49 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     """
     tensors, mismatches, buffers, holders = _merge_parts(ranks, whole=whole)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
-    partitioned = any(own.partitioned for own in ranks)
-    everyone = range(len(ranks))
-    apart: dict[Item, Mapping[str | None, Sequence[int]]] = {}
-    numbers: dict[str, dict[str, float]] = {}
-    for own in _distinct(ranks, lambda rank: rank.numbers):
-        for key, held in own.numbers.items():
-            for name, number in held.items():
-                numbers.setdefault(key, {}).setdefault(name, number)
-    texts = _apart(ranks, lambda rank: rank.numbers, _numbers, lambda item: holders.get(item[1], everyone))
-    apart |= texts
-    if partitioned:
-        unproven |= {key: OF_PARTITIONS for (key, _), found in texts.items() if key != STEP and None not in found}
-    in_groups = _apart(ranks, lambda rank: (rank.groups, rank.group_of), _options, lambda name: holders.get(name, ()))
-    for name, options in in_groups.items():
-        by_key = _by_key(options)
-        apart |= {(key, of_group(name)): found for key, found in by_key.items()}
-        if partitioned and None not in options:
-            unproven |= dict.fromkeys(by_key, "it is a hyper-parameter of each partition")
-    values = _apart(ranks, lambda rank: rank.values, _values, lambda _: everyone)
-    differing = {name for (name, _), found in values.items() if _is_client(name)}
-    apart |= values
-    groups: dict[tuple[tuple[str, str], ...], int] = {}
+    as_values = {key for key, why in unproven.items() if why == OF_OTHER_FORM}
+    for key in as_values - tensors.keys():  # all ranks have it as values
+        del unproven[key]
+    tensors = {key: own for key, own in tensors.items() if key not in as_values}
+    mismatches = [one for one in mismatches if one.key not in as_values]
+    numbers, groups, values = (_distinct(ranks, names) for names in (("numbers",), OF_GROUPS, ("values",)))
+    apart = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(values, {"": range(len(ranks))})}
+    if any(own.partitioned for own in ranks):
+        odd = [item for item, found in apart.items() if item.kind in OF_PARTITIONS and None not in found]
+        unproven |= {item.key: OF_PARTITIONS[item.kind] for item in odd if item.key != STEP}
+    all_numbers: dict[str, dict[str, float]] = {}
+    for facts, _ in numbers:
+        for key, held in facts.numbers.items():
+            if key not in unproven:
+                all_numbers[key] = {**held, **all_numbers.get(key, {})}
+    options: dict[tuple[tuple[str, str], ...], int] = {}
     group_of: dict[str, int] = {}
-    for own in _distinct(ranks, lambda rank: (rank.groups, rank.group_of)):
-        plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in own.groups]
-        numbered = [groups.setdefault(options, len(groups)) for options in plain]
-        for name, group in own.group_of.items():
-            group_of.setdefault(name, numbered[group])
+    for facts, _ in groups:
+        plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in facts.groups]
+        numbered = [options.setdefault(one, len(options)) for one in plain]
+        group_of = {**{name: numbered[group] for name, group in facts.group_of.items()}, **group_of}
+    differing = [i for i in (*buffers, *apart) if i in buffers or (i.kind == VALUE and _is_client(i.key))]
     state = StateDigest(
         tensors=tensors,
-        numbers={key: found for key, found in numbers.items() if key not in unproven},
-        groups=[dict(options) for options in groups],
+        numbers=all_numbers,
+        groups=[dict(one) for one in options],
         group_of=group_of,
+        frozen=frozenset(name for facts, _ in groups for name in facts.frozen or () if name in group_of),
         values=dict(ranks[0].values)
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
-        differing=frozenset(differing | buffers.keys()),
+        differing=frozenset(item.name or item.key for item in differing),
     )
-    return Merged(state, mismatches, apart, unproven, buffers)
+    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders)
 
 
-OF_PARTITIONS = "it is a number of each partition"
-"""Why a number of an optimizer that steps on partitions is left out."""
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V", bound=Hashable)
-Options = tuple[tuple[str, str], ...]
-"""Hyper-parameters of a group, sorted by name."""
+UNLIKE = "is not the same gathered and partitioned"
+"""The problem of weights that a rank has gathered."""
+OF_OTHER_FORM = "it is not partitioned like the weights"
+"""Why tensors of an optimizer are values of the ranks that have them so; other ranks may have them partitioned."""
+OF_GROUPS = ("groups", "group_of", "frozen")
+"""Facts of the groups of an optimizer."""
+OF_PARTITIONS = {STATE: "it is a number of each partition", OPTION: "it is a hyper-parameter of each partition"}
+"""Why a number or a hyper-parameter of an optimizer that steps on partitions is left out."""
 
 
 def _is_client(name: str) -> bool:
@@ -249,90 +241,51 @@ def _is_client(name: str) -> bool:
     return name.partition(".")[0].partition("[")[0] == CLIENT_STATE
 
 
-def _distinct(ranks: Sequence[RankDigest], of: Callable[[RankDigest], Any]) -> list[RankDigest]:
-    """Return the first rank with each object: ranks that sent the same text share it."""
-    found: dict[Any, RankDigest] = {}
-    for own in ranks:
-        found.setdefault(_identity(of(own)), own)
+def _distinct(ranks: Sequence[RankDigest], names: Sequence[str]) -> list[tuple[StateDigest, list[int]]]:
+    """Return facts, by their names, with the ranks that have them: ranks that sent the same text share the objects."""
+    found: dict[tuple[int, ...], tuple[StateDigest, list[int]]] = {}
+    for rank, own in enumerate(ranks):
+        facts = {name: getattr(own, name) for name in names}
+        known = found.setdefault(tuple(map(id, facts.values())), (StateDigest(tensors={}, **facts), []))
+        known[1].append(rank)
     return list(found.values())
 
 
-def _identity(found: Any) -> Any:
-    return tuple(map(id, found)) if isinstance(found, tuple) else id(found)
-
-
 def _apart(
-    ranks: Sequence[RankDigest],
-    of: Callable[[RankDigest], T],
-    texts: Callable[[T], Iterable[tuple[K, V]]],
-    holders: Callable[[K], Iterable[int]],
-) -> dict[K, dict[V | None, list[int]]]:
-    """Return the items that are not the same on all ranks that must have them, each with the ranks of each text.
+    distinct: Sequence[tuple[StateDigest, Sequence[int]]], holders: Mapping[str, Iterable[int]]
+) -> dict[Item, dict[Fact | None, Sequence[int]]]:
+    """Return the items that are not the same on all ranks that must have them, each with the ranks of each value.
 
     Args:
-        ranks: The digests of each rank.
-        of: Returns the items of a rank.
-        texts: Returns items and their texts.
-        holders: Returns the ranks that must have an item if one has it.
+        distinct: The facts of ``_distinct``.
+        holders: The ranks that must have the items of a name if one has them.
     """
-    owners: dict[Any, tuple[T, list[int]]] = {}
-    for rank, own in enumerate(ranks):
-        owners.setdefault(_identity(of(own)), (of(own), []))[1].append(rank)
-    if len(owners) == 1:
+    if len(distinct) == 1:
         return {}
-    found: dict[K, dict[V | None, list[int]]] = {}
-    for held, numbers in owners.values():
-        for item, text in texts(held):
-            found.setdefault(item, {}).setdefault(text, []).extend(numbers)
-    result = {}
-    for item, by_text in found.items():
-        there = {rank for numbers in by_text.values() for rank in numbers}
-        lacking = [rank for rank in holders(item) if rank not in there]
-        if lacking:
-            by_text[None] = lacking
-        if len(by_text) > 1:
-            result[item] = {text: sorted(numbers) for text, numbers in by_text.items()}
+    found: dict[Item, dict[Fact | None, list[int]]] = {}
+    for facts, ranks in distinct:
+        for item, fact in items_of_state(facts).items():
+            found.setdefault(item, {}).setdefault(fact, []).extend(ranks)
+    result: dict[Item, dict[Fact | None, Sequence[int]]] = {}
+    for item, by_fact in found.items():
+        there = {rank for ranks in by_fact.values() for rank in ranks}
+        if lacking := [rank for rank in holders.get(item.name, ()) if rank not in there]:
+            by_fact[None] = lacking
+        if len(by_fact) > 1:
+            result[item] = {fact: sorted(ranks) for fact, ranks in by_fact.items()}
     return result
-
-
-def _numbers(found: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[Item, str]]:
-    for key, own in found.items():
-        for name, number in own.items():
-            yield (key, name), canonical(number)
-
-
-def _options(found: tuple[Sequence[Mapping[str, str]], Mapping[str, int]]) -> Iterator[tuple[str, Options]]:
-    groups = [tuple(sorted(options.items())) for options in found[0]]
-    for name, group in found[1].items():
-        yield name, groups[group]
-
-
-def _values(found: Mapping[str, str]) -> Iterator[tuple[Item, str]]:
-    for name, text in found.items():
-        yield (name, ""), text
-
-
-def _by_key(found: Mapping[Options | None, Sequence[int]]) -> dict[str, dict[str | None, list[int]]]:
-    """Return the texts of each hyper-parameter that differs between ranks, from all hyper-parameters of each rank."""
-    texts: dict[str, dict[str | None, list[int]]] = {}
-    keys = dict.fromkeys(key for options in found for key, _ in options or ())
-    for options, ranks in found.items():
-        own = dict(options or ())
-        for key in keys:
-            texts.setdefault(key, {}).setdefault(own.get(key), []).extend(ranks)
-    return {key: own for key, own in texts.items() if len(own) > 1}
 
 
 def _merge_parts(
     ranks: Sequence[RankDigest], *, whole: bool
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], dict[str, dict[int, int]], dict[str, list[int]]]:
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
 
     Returns:
-        The tensors; contradictions; the digests of the buffers that differ; and the ranks that have elements of each
-        parameter.
+        The tensors; contradictions; the buffers that differ between ranks, or that some lack; and the ranks that have
+        elements of each parameter.
     """
     numbers: dict[Part, int] = {}
     indexes: dict[int, NDArray[np.uint64]] = {}
@@ -360,9 +313,7 @@ def _merge_parts(
             continue
         problem = f"{APART} {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
-    buffers = {
-        parts[n].name: {int(rank[at]): digests.joined(rows[at, 2:]) for at in np.flatnonzero(tensor == n)} for n in odd
-    }
+    buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}
     unique, owners = rows[firsts], tensor[firsts]
     edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))
@@ -375,8 +326,13 @@ def _merge_parts(
     for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
         if part.name in tensors.setdefault(part.key, {}):
-            where = on_ranks(sorted({*rank[of_tensor[number]].tolist()}))
-            mismatches.append(Mismatch(part.key, part.name, f"has another type or shape{where}"))
+            first = next(n for n, other in enumerate(parts) if other[:2] == part[:2])
+            of_both = [sorted({*rank[of_tensor[n]].tolist()}) for n in (number, first)]
+            both = [
+                told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(own)
+                for n, own in zip((number, first), of_both, strict=True)
+            ]
+            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(both)}"))
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
@@ -394,8 +350,32 @@ def _merge_parts(
                 mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
         elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    for name, gathered in tensors.pop(GATHERED, {}).items():
+        key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
+        same = tensors[key][name].value == gathered.value
+        mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
     holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
     return tensors, mismatches, buffers, holders
+
+
+def _buffers(
+    odd: Sequence[tuple[int, Part]],
+    rows: NDArray[np.uint64],
+    tensor: NDArray[np.uint64],
+    rank: NDArray[np.intp],
+    ranks: int,
+) -> Apart:
+    """Return the ranks that have each value of some buffers, given by number; None for ranks that lack it."""
+    result: dict[Item, dict[Fact | None, list[int]]] = {}
+    for number, part in odd:
+        found = result.setdefault(Item(STATE, WEIGHTS, part.name), {})
+        for at in np.flatnonzero(tensor == number):
+            one = TensorDigest(part.dtype, part.shape, digests.joined(rows[at, 2:]))
+            found.setdefault(one, []).append(int(rank[at]))
+    for found in result.values():
+        lacking = sorted({*range(ranks)}.difference(*found.values()))
+        found |= {None: lacking} if lacking else {}
+    return result
 
 
 def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[int]:

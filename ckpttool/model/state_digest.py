@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ckpttool.digests import kind_of
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+A = TypeVar("A")
+B = TypeVar("B")
 WEIGHTS = "weights"
 """A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
 
@@ -54,6 +57,115 @@ class TensorDigest(NamedTuple):
         return cls(dtype, () if shape == "-" else tuple(map(int, shape.split("x"))), int(value, 16))
 
 
+class Item(NamedTuple):
+    """The name of one item of a state."""
+
+    kind: str
+    """STATE, MEMBER, OPTION or VALUE."""
+    key: str
+    """State ("weights", "exp_avg", "step"), hyper-parameter, or name of a value: "scheduler.last_epoch"."""
+    name: str = ""
+    """Parameter or buffer; "" for a value."""
+
+    @property
+    def owner(self) -> str:
+        """Whose it is, for messages."""
+        return f"the group of {self.name}" if self.kind == OPTION else self.name
+
+
+STATE = "state"
+"""Kind of the tensors and numbers of a parameter or a buffer."""
+MEMBER = "member"
+"""Kind of the items that say which parameters the optimizer has: TRAINED, FROZEN or UNKNOWN."""
+TRAINED = "trained"
+FROZEN = "frozen"
+UNKNOWN = "in a group"
+OPTION = "option"
+"""Kind of the hyper-parameters of a parameter."""
+VALUE = "value"
+"""Kind of the values of a run."""
+
+
+def tied_names(*aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the other names of each tied parameter.
+
+    Args:
+        aliases: The stored name of each other name; of several states.
+    """
+    result: dict[str, dict[str, None]] = {}
+    for one in aliases:
+        sets: dict[str, list[str]] = {}
+        for alias, name in one.items():
+            sets.setdefault(name, [name]).append(alias)
+        for names in sets.values():
+            for name in names:
+                result.setdefault(name, {}).update((other, None) for other in names if other != name)
+    return {name: list(others) for name, others in result.items()}
+
+
+def paired(
+    a: Mapping[Item, A], b: Mapping[Item, B], tied: Mapping[str, Sequence[str]]
+) -> list[tuple[Item, A | None, B | None]]:
+    """Pair all items of two states.
+
+    Args:
+        a: The items of one state.
+        b: The items of the other.
+        tied: ``tied_names``: a state may have a tied parameter under one of its names, or under several.
+
+    Returns:
+        The items of ``a`` in their order, then the others of ``b``: each with its value in ``a`` and in ``b``, or None.
+    """
+
+    def other(item: Item, there: Mapping[Item, Any]) -> Item | None:
+        names = () if item in there else tied.get(item.name, ())
+        return item if item in there else next((i for n in names if (i := item._replace(name=n)) in there), None)
+
+    partners = {item: other(item, b) for item in a}
+    pairs = [(item, a[item], None if there is None else b[there]) for item, there in partners.items()]
+    taken = set(partners.values())
+    rest = ((item, other(item, a)) for item in b if item not in taken)
+    return [*pairs, *((item, None if there is None else a[there], b[item]) for item, there in rest)]
+
+
+def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
+    """Return how a value differs from the saved one, as text; "" if it does not.
+
+    Args:
+        saved: The saved value; None if it was not saved.
+        live: The other value; None if it is missing.
+        on: The ranks that have it, as text.
+    """
+    if saved is None:
+        return f"is {told(live)}{on}, and was not saved"
+    if live is None and isinstance(saved, TensorDigest):
+        return f"is missing{on}"
+    if not isinstance(saved, TensorDigest) or not isinstance(live, TensorDigest):
+        return "" if saved == live else f"is {told(live)}{on}, but was saved as {told(saved)}"
+    same = saved.shape == live.shape or {saved.shape, live.shape} == {(), (1,)}  # universal: no 0-dim tensors
+    if kind_of(saved.dtype) != kind_of(live.dtype) or not same:
+        return f"is {told(live)}{on}, but was saved as {told(saved)}"
+    types = "" if saved.dtype == live.dtype else f": it is {live.dtype}, and was {saved.dtype}"
+    if saved.value != live.value:
+        return f"{OTHER_VALUES}{on}{types}"
+    return f"{OTHER_TYPE}{on}{types}" if types else ""
+
+
+OTHER_VALUES = "has other values than were saved"
+"""Begins the difference of a tensor whose values differ."""
+OTHER_TYPE = "has another type than was saved, with equal values"
+"""Begins the difference of a tensor whose values are equal."""
+Fact = TensorDigest | str
+"""A digest, or the text of a number, a hyper-parameter or a value."""
+
+
+def told(fact: Fact | None) -> str:
+    """Return a value as text for a message."""
+    if isinstance(fact, TensorDigest):
+        return f"{fact.dtype} {list(fact.shape)}"
+    return "missing" if fact is None else short(fact)
+
+
 class Mismatch(NamedTuple):
     """A part of a live state that differs from the saved one."""
 
@@ -82,6 +194,8 @@ class StateDigest:
     """Index of each trained parameter's group."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Other values by name, as ``canonical`` text: counters, scheduler, loss scale, client state."""
+    frozen: frozenset[str] | None = None
+    """Parameters of a group that need no gradient; None if unknown."""
     differing: frozenset[str] | None = None
     """Buffers and values that were not the same on all ranks, whose first rank's are here; None if unknown."""
 
@@ -98,6 +212,7 @@ class StateDigest:
             "groups": [dict(options) for options in self.groups],
             "group_of": _packed(self.group_of),
             "values": dict(self.values),
+            **({} if self.frozen is None else {"frozen": sorted(self.frozen)}),
             **({} if self.differing is None else {"differing": sorted(self.differing)}),
         }
 
@@ -120,8 +235,44 @@ class StateDigest:
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
             group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
             values={str(name): str(text) for name, text in found["values"].items()},
+            frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
             differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
         )
+
+
+def items_of_state(state: StateDigest) -> dict[Item, Fact]:
+    """Return all digests and numbers by item: numbers, hyper-parameters and values as ``canonical`` text."""
+    result: dict[Item, Fact] = {}
+    for key, tensors in state.tensors.items():
+        result.update((Item(STATE, key, name), one) for name, one in tensors.items())
+    for key, numbers in state.numbers.items():
+        result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
+    frozen = {*(state.frozen or ())}
+    for name, group in state.group_of.items():
+        trained = UNKNOWN if state.frozen is None else FROZEN if name in frozen else TRAINED
+        result[Item(MEMBER, WEIGHTS, name)] = trained
+        result.update((Item(OPTION, key, name), text) for key, text in state.groups[group].items())
+    result.update((Item(VALUE, name), text) for name, text in state.values.items())
+    return result
+
+
+def renamed(state: StateDigest, names: Mapping[str, str]) -> StateDigest:
+    """Return the digests under other names of some parameters and buffers."""
+
+    def all_of(own: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): one for name, one in own.items()}
+
+    def each(own: frozenset[str] | None) -> frozenset[str] | None:
+        return None if own is None else frozenset(names.get(name, name) for name in own)
+
+    return replace(
+        state,
+        tensors={key: all_of(own) for key, own in state.tensors.items()},
+        numbers={key: all_of(own) for key, own in state.numbers.items()},
+        group_of=all_of(state.group_of),
+        frozen=each(state.frozen),
+        differing=each(state.differing),
+    )
 
 
 def short(text: str) -> str:

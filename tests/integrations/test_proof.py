@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 import ckpttool
@@ -215,11 +216,53 @@ def test_parts_that_one_side_alone_has_are_named(tmp_path: Path, run: _Trained) 
 
 def test_lists_of_states_are_named_by_both(tmp_path: Path, run: _Trained, caplog: pytest.LogCaptureFixture) -> None:
     for state in run.optimizer.state.values():
-        state["factors"] = [state["exp_avg"].clone()]
+        state |= {"factors": [state["exp_avg"].clone()], "table": np.arange(3), "unused": []}
     path = run.save(tmp_path / "a")
-    assert "factors: it is a list, not a tensor" in _left_out(ckpttool.prove(run.net, path, optimizer=run.optimizer))
+    left_out = _left_out(ckpttool.prove(run.net, path, optimizer=run.optimizer))
+    assert "factors: it is a list, not a tensor; table: it is a ndarray, not a tensor" in left_out
+    assert "unused" not in left_out
     ckpttool.live_digest(run.net, run.optimizer)
     assert "live_digest left out factors: it is a list, not a tensor" in caplog.text
+
+
+def test_states_of_a_class_with_inner_tensors_are_named(tmp_path: Path, run: _Trained) -> None:
+    import torch
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    path = run.save(tmp_path / "a")
+    for state in run.optimizer.state.values():
+        state["exp_avg"] = TwoTensor(state["exp_avg"], state["exp_avg"])
+    proof = ckpttool.prove(run.net, path, optimizer=run.optimizer)
+    assert "exp_avg_sq" in proof.states
+    assert proof.unproven == ("exp_avg: it is a TwoTensor, not a tensor",)
+    run.net[0].weight = torch.nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)))
+    with refused(ckpttool.ArgumentError):
+        ckpttool.prove(run.net, path)
+
+
+def test_states_in_a_dict_of_their_own_in_a_distributed_checkpoint(tmp_path: Path, run: _Trained) -> None:
+    """As bitsandbytes saves the blocks of its 8-bit optimizers."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    first = next(iter(run.optimizer.state.values()))
+    for number, state in enumerate(run.optimizer.state.values()):
+        state["absmax"] = torch.full((7,), float(number))
+    weights, states = get_state_dict(run.net, run.optimizer)
+    nested = {
+        name: {"nested": {"absmax": state["absmax"]}, **{key: one for key, one in state.items() if key != "absmax"}}
+        for name, state in states["state"].items()
+    }
+    saved = {"model": weights, "optim": {**states, "state": nested}}
+    dcp.save(saved, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    proof = ckpttool.prove(run.net, tmp_path / "a", optimizer=run.optimizer)
+    assert "absmax" in proof.states
+    assert "absmax" not in _left_out(proof)
+    first["absmax"][3] = 1
+    with pytest.raises(ckpttool.ProofError) as caught:
+        ckpttool.prove(run.net, tmp_path / "a", optimizer=run.optimizer)
+    assert [text.partition(" has ")[0] for text in caught.value.mismatches] == ["absmax of 0.weight"]
 
 
 def test_numbered_states_are_left_out(tmp_path: Path, run: _Trained) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -320,6 +321,122 @@ def test_steps_that_differ_within_a_group_are_kept_and_proven(tmp_path: Path) ->
     assert "step" in told["loaded"].partition("not compared")[0]
     assert "group 0: step, which differs among its parameters" in told["zero"]
     assert told["plain"].startswith("proven: "), told["plain"]
+
+
+def _frozen_in_a_group(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Save with a frozen parameter in a group, and prove it trained: on all ranks, and on one."""
+    rank, path = torch.distributed.get_rank(), directory / job["id"]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    net[0].weight.requires_grad_(False)
+    engine = _engine(net, torch.optim.AdamW(net.parameters()), 0)
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    ckpttool.CheckpointManager(path).save(engine)
+    engine.save_checkpoint(str(path / "plain"))
+    found = {}
+    for name, thawed, frozen in (
+        ("same", False, False),
+        ("thawed", True, False),
+        ("both", True, True),
+        ("one", rank == 1, False),
+    ):
+        net[0].weight.requires_grad_(thawed)
+        net[1].weight.requires_grad_(not frozen)
+        found[name] = _told(lambda: ckpttool.prove(engine, path))
+        found[f"{name} plain"] = _told(lambda: ckpttool.prove(engine, path / "plain"))
+    return found
+
+
+def test_a_parameter_of_a_group_that_is_frozen_or_not(tmp_path: Path) -> None:
+    for told in each_on_ranks(_frozen_in_a_group, [{"id": "a", "world_size": 2}], tmp_path)["a"]:
+        for name in ("same", "same plain", "thawed plain"):  # files do not say what was frozen
+            assert told[name].startswith("proven: "), (name, told)
+            assert "not compared" not in told[name], (name, told)
+        assert told["thawed"] == "ProofError: weights of 0.weight is trained now, and was frozen at the save"
+        assert told["both"] == told["thawed"]
+        assert told["both plain"].startswith("proven: ")
+        assert told["one"] == "ProofError: weights of 0.weight is trained now on rank 1, and was frozen at the save"
+        assert told["one plain"] == "ProofError: weights of 0.weight is frozen now on rank 0, but not on all ranks"
+
+
+class _Blocks(torch.optim.Optimizer):  # type: ignore[misc, name-defined]  # torch is not followed
+    """Keeps states that are not partitioned like the weights: a tensor of blocks, a list and text.
+
+    Its state dict has the blocks in a dict of their own, as that of bitsandbytes does.
+    """
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                state = self.state[p]
+                if not state:
+                    state |= {"exp_avg": torch.zeros_like(p), "absmax": torch.ones(7), "kept": [1.0, 2], "how": "x"}
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                p.sub_(state["exp_avg"] * state["absmax"][0], alpha=group["lr"])
+                state["absmax"] = state["absmax"] * 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        plain = {key: dict(state) for key, state in found["state"].items()}
+        return {**found, "state": {k: {"nested": {"absmax": s.pop("absmax")}, **s} for k, s in plain.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        plain = {key: dict(state) for key, state in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": {k: {**s.pop("nested"), **s} for k, s in plain.items()}})
+
+
+def _blocks(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    rank, path = torch.distributed.get_rank(), directory / job["id"]
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    engine = _engine(net, _Blocks(net.parameters()), job["stage"])
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    ckpttool.CheckpointManager(path).save(engine)
+    found = {"same": _told(lambda: ckpttool.prove(engine, path))}
+    found["plain"] = _told(
+        lambda: engine.save_checkpoint(str(path / "plain")) and ckpttool.prove(engine, path / "plain")
+    )
+    other = _engine(
+        net := torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)),
+        _Blocks(net.parameters()),
+        job["stage"],
+    )
+    other.backward(other(torch.ones(2, 8)).sum())
+    other.step()
+    restoring = ckpttool.CheckpointManager(path)
+    found["restored"] = _told(lambda: restoring.restore(other, prove=True))
+    digests = [ckpttool.live_digest(one).to_json() for one in (engine, other)]
+    found["equal"] = str(digests[0] == digests[1])
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    state = next(iter(inner.state.values()))
+    changed = {"absmax": state["absmax"] * 2, "kept": [1.0, 3], "how": "y"}
+    for key, value in changed.items():
+        kept = state[key]
+        if rank == 1:
+            state[key] = value
+        found[key] = _told(lambda: ckpttool.prove(engine, path))
+        state[key] = kept
+    return found
+
+
+def test_states_of_another_form_are_compared_on_every_rank(tmp_path: Path) -> None:
+    jobs = [{"id": f"z{stage}", "world_size": 2, "stage": stage} for stage in (0, 1, 3)]
+    for name, ranks in each_on_ranks(_blocks, jobs, tmp_path).items():
+        for told in ranks:
+            assert told["same"].startswith("proven: "), told
+            assert "not compared" not in told["same"], told
+            assert told["plain"].startswith("proven: "), told
+            assert "absmax" in told["plain"].partition("not compared")[2], told
+            assert (told["restored"], told["equal"]) == ("{}", "True"), told
+            for key in ("absmax", "kept", "how"):
+                assert told[key].startswith(f"ProofError: {key}"), (name, told[key])
+                assert re.search(r"rank 1|ranks 0 and 1", told[key]), (name, told[key])
 
 
 def _numbered(job: dict[str, Any], directory: Path) -> list[str]:

@@ -183,7 +183,8 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
 
     torch casts tensors to the type of their parameter, also in containers, and rebuilds values other than numbers: text
     is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which
-    may differ.
+    may differ. A dict of tensors is left in its place, too: the optimizer's own load may take it apart, as bitsandbytes
+    does.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -205,6 +206,8 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
                 if isinstance(value, torch.Tensor):
                     if not of_deepspeed and key != "step":
                         found.append((index, key, value))
+                elif _is_dict_of_tensors(value):
+                    found.append((index, key, value))
                 elif not isinstance(value, int | float | complex | None):
                     found.append((index, key, states.pop(key)))
     return found
@@ -222,11 +225,17 @@ def _put_back(live: LiveEngine, kept: Sequence[tuple[int, str, Any]]) -> None:
     for index, key, value in kept:
         owner = owners[index]
         loaded = inner.state[owner].get(key)
+        if _is_dict_of_tensors(value) and loaded is None:
+            continue
         if not isinstance(value, torch.Tensor):
             _move_tensors(value, owner.device)
             inner.state[owner][key] = value
         elif isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype and loaded.shape == value.shape:
             inner.state[owner][key] = value.to(loaded.device, copy=True)
+
+
+def _is_dict_of_tensors(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
 
 
 def _move_tensors(value: Any, device: torch.device) -> None:

@@ -31,10 +31,12 @@ from ckpttool.integrations.torch.live import (
     options_of,
     scheduler_values,
     tensor_text,
+    wrapped_class,
 )
 from ckpttool.model import MODULE
 from ckpttool.model.names import plain_name
-from ckpttool.model.state_digest import GATHERED, STEP, WEIGHTS, canonical
+from ckpttool.model.rank_digest import OF_OTHER_FORM
+from ckpttool.model.state_digest import GATHERED, NOT_COMPARED, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,13 +106,14 @@ def engine_state(live: LiveEngine) -> LiveState:
     groups = {reader.name_of(name): number for number, names in enumerate(live.model.groups) for name in names}
     options = [options_of(group) for group in live.hyperparameters]
     aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
-    pieces = [piece for piece in reader.pieces if piece.key not in reader.unproven]
+    values |= {} if live.partitions_states else reader.values
     return LiveState(
-        pieces=pieces,
+        pieces=reader.pieces,
         numbers=reader.numbers,
         groups=options,
         group_of=groups,
         values=values,
+        own=reader.values if live.partitions_states else {},
         aliases=aliases,
         unproven=reader.unproven,
         partitioned=live.partitions_states,
@@ -196,6 +199,8 @@ class _Reader:
         self.pieces: list[Piece] = []
         self.numbers: dict[str, dict[str, float]] = {}
         self.unproven: dict[str, str] = {}
+        self.values: dict[str, str] = {}
+        """Other states, such as the blocks of an 8-bit optimizer: of this rank, if the states are partitioned."""
         self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._shapes = {name: shape_of(p) for name, p in self._parameters.items()}
@@ -243,13 +248,18 @@ class _Reader:
             for parameter in (p for group in inner.param_groups for p in group["params"]):
                 if id(parameter) in self._names:
                     name = self._names[id(parameter)]
-                    self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)])
+                    self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)], name)
             self._count_by_groups(inner)
             return
-        for flat, parts in self._flats():
+        flats = list(self._flats())
+        for flat, parts in flats if self.live.partitions_states else ():
+            states = inner.state.get(flat, {})
+            odd = [k for k, value in states.items() if value is not None and not self._fits(k, value, flat, parts)]
+            self.unproven |= dict.fromkeys(odd, OF_OTHER_FORM)
+        for number, (flat, parts) in enumerate(flats):
             for name, start, numel, first in parts:
                 self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
-            self._states(inner.state.get(flat, {}), flat, parts)
+            self._states(inner.state.get(flat, {}), flat, parts, f"partition {number}")
 
     def _count_by_groups(self, optimizer: Any) -> None:
         """Give each parameter the largest step of a group that has one: FusedAdam counts in the last parameter.
@@ -308,22 +318,31 @@ class _Reader:
                 parts.append((self._names[id(p)], first - low, last - first, first - at))
         return parts
 
-    def _states(self, states: Mapping[str, Any], owner: Any, parts: list[tuple[str, int, int, int]]) -> None:
-        """Collect the states of a master, or of a parameter, for each of its parts."""
-        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
+    def _states(
+        self, states: Mapping[str, Any], owner: Any, parts: list[tuple[str, int, int, int]], label: str
+    ) -> None:
+        """Collect the states of a master, or of a parameter, for each of its parts; other states as values."""
         for key, value in states.items():
             number = number_of(key, value, owner)
             if number is not None:
                 self.numbers.setdefault(key, {}).update({name: number for name, *_ in parts})
-            elif not isinstance(value, torch.Tensor):
-                continue
-            elif value.numel() in {owner.numel(), used}:
+            elif isinstance(value, torch.Tensor) and wrapped_class(value):
+                self.values[f"{key}.{label}"] = f"{NOT_COMPARED}{wrapped_class(value)}"
+            elif key not in self.unproven and self._fits(key, value, owner, parts):
                 for name, start, numel, first in parts:
                     self._partition(key, name, value.detach().reshape(-1)[start : start + numel], first)
-            elif len(parts) == 1 and not self.live.partitions_states:
+            elif isinstance(value, torch.Tensor) and len(parts) == 1 and not self.live.partitions_states:
                 self.pieces.append(Piece(key, parts[0][0], value.detach(), tuple(value.shape), 0))
-            else:
-                self.unproven[key] = "it is not partitioned like the weights"
+            elif value is not None:
+                self.values[f"{key}.{label}"] = canonical(value, tensor_text)
+
+    @staticmethod
+    def _fits(key: str, value: Any, owner: Any, parts: list[tuple[str, int, int, int]]) -> bool:
+        """Return whether a state is a number, or has an element for each one of the master or of its parts."""
+        if number_of(key, value, owner) is not None:
+            return True
+        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
+        return isinstance(value, torch.Tensor) and value.numel() in {owner.numel(), used} and not wrapped_class(value)
 
     def _partition(self, key: str, name: str, values: Any, first: int) -> None:
         """Add a run of a parameter's elements, without the padding at its end."""

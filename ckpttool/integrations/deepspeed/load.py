@@ -283,7 +283,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
         values = {**state.values, **values_of("client_state", report.client_state)}
         own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
-        return replace(state, values=values, own=own)
+        return replace(state, values=values, own={**state.own, **own})
 
     scope = Scope(
         weights_only=report.weights_only,

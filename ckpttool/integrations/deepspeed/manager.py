@@ -648,7 +648,7 @@ def _digests_of(
     try:
         state = engine_state(live)
         values = {**state.values, **values_of("client_state", client_state)}
-        own = {} if rank_state is None else values_of("rank_state", rank_state)
+        own = {**state.own, **({} if rank_state is None else values_of("rank_state", rank_state))}
         frozen = {*state.frozen} if exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
         return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)

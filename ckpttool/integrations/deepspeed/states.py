@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ from ckpttool.model import MASTER, MODULE
 STEP = "step"
 """Name of the step: some optimizers count it per parameter, others per group, others not at all."""
 REBUILD = "build the same optimizer as in the saved run, or pass weights_only=True"
+LATER_STEPS = 15
+"""Trial steps after the first: some optimizers add states later, such as the slow weights of Lookahead."""
 _OF_NO_CLASS = frozenset(
     {
         "params",
@@ -43,7 +45,7 @@ _OF_DEEPSPEED = dict.fromkeys(("DeepSpeedCPUAdam", "FusedAdam", "FusedLamb"), ("
 """States of optimizers that cannot run a trial step: they count steps outside of Python."""
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model import Checkpoint
@@ -73,18 +75,18 @@ def check_states(live: LiveEngine, checkpoint: Checkpoint) -> None:
         # The checkpoint has no states, or was saved before the first step without an overflow.
         _check_options(live, checkpoint)
         return
-    needed, held, fresh = kept
+    needed, made, held = kept.tensors, kept.first, kept.all
     if any("use_muon" in options for options in live.hyperparameters):  # matrices have states of their own
         lacking, surplus = (needed, saved) if needed and saved and not held & known else (set(), set())
     else:
         lacking, surplus = needed - known, saved - held
-    other = lacking and (fresh or surplus)  # training may add states, but not before the first step
-    if not any("use_muon" in options for options in live.hyperparameters):
         numbers = {key for p in checkpoint.parameters for key in checkpoint.numbers(p)}
         if numbers:  # without any this is unknown
             numbers -= {STEP}
-            lacking, surplus = lacking | held - needed - known - numbers - {STEP}, surplus | numbers - held
-            saved, needed = saved | numbers, needed | held - {STEP}
+            lacking, surplus = lacking | made - needed - known - numbers - {STEP}, surplus | numbers - held
+            saved, needed = saved | numbers, needed | made - {STEP}
+    # Without a trial step it is unknown which states training adds later.
+    other = (lacking or surplus) if kept.tried else lacking and surplus
     if other or ((lacking or surplus) and not _same_options(live, checkpoint)):
         there, here = ", ".join(sorted(saved)) or "no states", ", ".join(sorted(needed)) or "no states"
         problem = f"holds {there}, but the engine's optimizer keeps {here}"
@@ -108,10 +110,22 @@ def check_form(live: LiveEngine, checkpoint: Checkpoint, saved: Collection[Any])
         return
     inner = live.optimizer.optimizer if live.wrapper else live.optimizer  # a user's may drive another one
     plain = type(inner).state_dict is torch.optim.Optimizer.state_dict
-    lacking = [str(key) for key in (("state", "param_groups") if plain else inner.state_dict()) if key not in saved]
+    lacking = [str(key) for key in (("state", "param_groups") if plain else _form(inner)) if key not in saved]
     if lacking:
         problem = f"holds no {', '.join(lacking)}, which the state dict of the engine's {type(inner).__name__} has"
         raise PlanError(checkpoint.location, problem, f"resume on the same ranks and stage, or {REBUILD}")
+
+
+def _form(optimizer: Any) -> list[Any]:
+    """Return the keys of the state dict of an optimizer."""
+    try:
+        return list(optimizer.state_dict())
+    except KeyError:  # the states of ZeRO-3 are of other tensors than its groups have: torch looks for their numbers
+        kept, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            return list(optimizer.state_dict())
+        finally:
+            optimizer.state = kept
 
 
 def _same_options(live: LiveEngine, checkpoint: Checkpoint) -> bool:
@@ -135,24 +149,35 @@ def _check_options(live: LiveEngine, checkpoint: Checkpoint) -> None:
         raise PlanError(checkpoint.location, problem, REBUILD)
 
 
-def _engine_states(live: LiveEngine) -> tuple[set[str], set[str], bool] | None:
-    """Return the names of the per-element states, of all states, and whether no step was made; None if unknown."""
+class _Kept(NamedTuple):
+    """The names of the states that an optimizer keeps."""
+
+    tensors: set[str]
+    """Per-element states that the first step makes."""
+    first: set[str]
+    """All states that the first step makes."""
+    all: set[str]
+    """Also the states that later steps make."""
+    tried: bool
+    """True if trial steps have shown them, false if they are the states that the engine has now."""
+
+
+def _engine_states(live: LiveEngine) -> _Kept | None:
+    """Return the names of the states that an engine's optimizer keeps; None if unknown."""
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
     owners = live.masters if live.stage else [p for group in inner.param_groups for p in group["params"]]
-    states = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
-    fresh = not states
     if not owners:
         return None
-    if not states:  # the first step creates them
-        known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
-        if known:
-            return set(known[0]), set(known[0]), True
-        probed = _trial_step(inner, owners)
-        if probed is None:
-            return None
-        states = probed
-    needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
-    return needed, {key for _, state in states for key in state}, fresh
+    there = [(p, inner.state[p]) for p in owners if inner.state.get(p)]
+    own = {key for _, state in there for key in state}
+    known = [_OF_DEEPSPEED[c.__name__] for c in type(inner).__mro__ if c.__name__ in _OF_DEEPSPEED]
+    if known and not there:
+        return _Kept(set(known[0]), set(known[0]), set(known[0]), tried=True)
+    tried = _trial_steps(inner, owners)
+    if tried is not None:
+        return tried._replace(all=tried.all | own)
+    needed = {key for p, state in there for key, value in state.items() if _is_flat(value, p)}
+    return _Kept(needed, own, own, tried=False) if there else None
 
 
 def optimizer_identity(live: LiveEngine) -> str:
@@ -180,11 +205,11 @@ def _is_flat(value: Any, parameter: Any) -> bool:
     return bool(parameter.dim() and getattr(value, "shape", None) == parameter.shape)
 
 
-def _trial_step(optimizer: Any, owners: Sequence[Any]) -> list[tuple[Any, Mapping[str, Any]]] | None:
-    """Run a trial step of an optimizer of this class, on a small parameter for each number of dimensions.
+def _trial_steps(optimizer: Any, owners: Sequence[Any]) -> _Kept | None:
+    """Run trial steps of an optimizer of this class, on a small parameter for each number of dimensions.
 
     Returns:
-        The parameters and their states; None if the optimizer cannot run.
+        The names of their states; None if the optimizer cannot run.
     """
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return None  # these count steps outside of Python
@@ -198,6 +223,11 @@ def _trial_step(optimizer: Any, owners: Sequence[Any]) -> list[tuple[Any, Mappin
         probe.param_groups = [{**copy.deepcopy(options), "params": parameters}]
         with torch.random.fork_rng(devices=[]):
             type(optimizer).step(probe)
-        return [(parameter, dict(probe.state[parameter])) for parameter in parameters]
+            states = [(parameter, dict(probe.state[parameter])) for parameter in parameters]
+            for _ in range(LATER_STEPS):
+                type(optimizer).step(probe)
+        needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
+        later = {key for parameter in parameters for key in probe.state[parameter]}
+        return _Kept(needed, {key for _, state in states for key in state}, later, tried=True)
     except Exception:  # an optimizer may need any argument
         return None

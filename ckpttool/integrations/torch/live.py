@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool import digests
 from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
@@ -27,7 +28,6 @@ from ckpttool.model import DeviceMesh
 from ckpttool.model.names import WRAPPERS, plain_name
 from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import (
-    GATHERED,
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
     STEP,
@@ -108,18 +108,17 @@ class LiveState(RankFacts):
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def digest(self, found: Sequence[int] | None = None, *, gathered: bool = True) -> RankDigest:
+    def digest(self, found: Sequence[int] | None = None) -> RankDigest:
         """Digest the state of this rank.
 
         Args:
             found: Digests of the pieces, if they are known.
-            gathered: Whether to include weights that are gathered beside their partitions.
         """
         values = self._digests() if found is None else found
         kept = [
             (piece, value)
             for piece, value in zip(self.pieces, values, strict=True)
-            if (piece.tensor.numel() or piece.whole) and (gathered or piece.key != GATHERED)
+            if piece.tensor.numel() or piece.whole
         ]
         rows = [[p.place, p.tensor.numel(), value & digests.MASK, value >> 64] for p, value in kept]
         return RankDigest(
@@ -287,9 +286,11 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
             for key, value in owner.state.get(parameter, {}).items():
                 if (found := number_of(key, value, parameter)) is not None:
                     numbers.setdefault(key, {})[name] = found
-                elif isinstance(value, torch.Tensor):
+                elif isinstance(value, torch.Tensor) and not wrapped_class(value):
                     pieces.append(piece_of(key, name, value))
-                elif value is not None and value not in ([], (), {}):
+                elif isinstance(value, torch.Tensor):
+                    unproven[key] = f"it is a {wrapped_class(value)}, not a tensor"
+                elif value is not None and not (isinstance(value, list | tuple | dict) and not value):
                     unproven[key] = f"it is a {type(value).__name__}, not a tensor"
     if strangers:
         unproven[f"{strangers} parameters of the optimizer"] = "the model does not have them"
@@ -383,16 +384,26 @@ def _array_text(array: np.ndarray[Any, Any]) -> str:
     return f"{NOT_COMPARED}numpy.ndarray of {array.dtype}"
 
 
+def wrapped_class(tensor: Any) -> str:
+    """Return the class of a tensor that has its values in other tensors, as torchao's 8-bit states; "" for others."""
+    inner = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return type(inner).__name__ if is_traceable_wrapper_subclass(inner) else ""
+
+
 def piece_of(key: str, name: str, tensor: Any) -> Piece:
     """Return the part of a tensor that this rank has.
 
     Raises:
-        ArgumentError: It has a type that checkpoints cannot have, or no values; or it is a DTensor of partial sums, or
-            of parts that are not one block.
+        ArgumentError: It has a type or a class that checkpoints cannot have, or no values; or it is a DTensor of
+            partial sums, or of parts that are not one block.
     """
     tensor = tensor.detach()
     if str(tensor.dtype).removeprefix("torch.") not in BY_TORCH_NAME:
         raise ArgumentError(name, f"has {key} of {tensor.dtype}, a type that ckpttool does not read", "leave it out")
+    if found := wrapped_class(tensor):
+        raise ArgumentError(
+            name, f"has {key} of the class {found}, whose values ckpttool does not read", "leave it out"
+        )
     if tensor.is_meta:
         raise ArgumentError(name, f"has {key} on the meta device, without values", "load the model first")
     shape = tuple(map(int, tensor.shape))
