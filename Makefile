@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-DOCS_READY := $(VENV)/.docs-ready
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
 QUICK := .venv-quick
 LOWEST := .venv-lowest
 QUICK_READY := $(QUICK)/.ready
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Else each of the thousands of processes that tests start would compile all of ckpttool anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick portable test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -26,8 +27,10 @@ $(READY): requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(DOCS_READY): requirements/docs.txt $(READY)
-	$(PIP) install --quiet -r requirements/docs.txt
+# An environment of its own, without torch, DeepSpeed and Ray: docs/conf.py stands in for them.
+$(DOCS_READY): requirements/docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/docs.txt
 	@touch $@
 
 $(QUICK_READY): requirements/quick.txt requirements/dev.txt pyproject.toml
@@ -38,6 +41,9 @@ $(QUICK_READY): requirements/quick.txt requirements/dev.txt pyproject.toml
 
 demo: $(READY)  ## inspect and consolidate a bundled checkpoint, and load the result back
 	$(BIN)/python examples/demo.py
+
+portable: $(QUICK_READY)  ## run the fast tests without what only Linux has (copies in the kernel, direct I/O, /proc)
+	$(QUICK)/bin/python -m pytest -q -n 2 --dist loadfile --quick -p tests.without_linux $(FILE)
 
 # An environment of its own, about 100 MB: without torch, DeepSpeed, Ray and moto.
 quick: $(QUICK_READY)  ## run the fast tests (FILE=tests/...: only those of a file or directory)
@@ -100,7 +106,7 @@ release-check: $(READY)  ## check all of a release that needs no credentials (TA
 	$(BIN)/python tests/versions/distributions.py $(DIST)
 
 docs: $(DOCS_READY)  ## build the documentation into docs/_build/html; a broken link or reference fails
-	$(BIN)/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html
+	$(DOCS)/bin/python -m sphinx -b html -W -n --keep-going -q -j 2 docs docs/_build/html
 
 docs-serve: docs  ## build the documentation and serve it on http://localhost:8000
 	$(BIN)/python -m http.server --bind localhost --directory docs/_build/html 8000
@@ -125,4 +131,4 @@ requirements: $(READY)  ## pin the development requirements again (needs uv)
 	mv requirements/docs.txt.new requirements/docs.txt
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) $(LOWEST) $(QUICK) demo-out benchmarks/.data docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS) $(LOWEST) $(QUICK) demo-out benchmarks/.data docs/_build docs/_generated .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -31,8 +31,8 @@ from ckpttool.api.reading import inspect as inspect
 from ckpttool.api.reading import stats as stats
 from ckpttool.api.reading import verify as verify
 from ckpttool.api.resume_config import resume_config as resume_config
-from ckpttool.catalog.entries import Catalog as Catalog
-from ckpttool.catalog.entries import CatalogEntry as CatalogEntry
+from ckpttool.catalog.listing import Catalog as Catalog
+from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
 from ckpttool.catalog.retention import Decision as Decision
 from ckpttool.commit.marks import Pin as Pin
 from ckpttool.commit.signing import Key as Key

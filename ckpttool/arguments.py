@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
@@ -68,3 +70,17 @@ def checked_size(name: str, value: int | str) -> int:
         ArgumentError: The value is not a size.
     """
     return parse_size(str(value), name)
+
+
+def check_installed(what: str, package: str = "torch") -> None:
+    """Refuse a call that needs a package of an extra of the same name, where it is not installed.
+
+    Args:
+        what: The call.
+        package: The package.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{what} needs {package}: pip install 'ckpttool[{package}]'", name=package)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sphinx.util import inspect
+from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
-from docs.generators import drawings, error_pages, growth, support_matrix  # noqa: E402
+from docs.generators import drawings, error_pages, growth, json_fields, summaries, support_matrix  # noqa: E402
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -24,6 +27,7 @@ release = version = __version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_click",
     "sphinx_copybutton",
@@ -38,8 +42,11 @@ myst_heading_anchors = 3
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# The environment of the documentation does not hold these.
+autodoc_mock_imports = ["accelerate", "deepspeed", "lightning", "pyarrow", "ray", "torch", "transformers"]
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -58,13 +65,24 @@ def _generate(app: Sphinx) -> None:
     """Write the pages and drawings that come from the source and from the fixtures."""
     out = HERE / "_generated"
     out.mkdir(exist_ok=True)
-    error_pages.write(out / "messages.md")
+    error_pages.write(out / "errors")
+    summaries.write(out)
+    json_fields.write(out / "json.md")
     drawings.write(out)
     growth.write(out)
     if not ((out / "matrix.md").exists() and os.environ.get("DOCS_KEEP_MATRIX")):  # it takes most of the time
         support_matrix.write(out)
 
 
+def _signature(app: Sphinx, what: str, name: str, thing: Any, *others: Any) -> tuple[str, str] | None:
+    """The signature of ``__init__``: for a class derived from a mocked one, Sphinx finds the signature of the mock."""
+    if what != "class" or not any(base.__module__.startswith("sphinx.") for base in thing.__mro__):
+        return None
+    own = inspect.signature(thing.__init__, bound_method=True)
+    return stringify_signature(own, show_return_annotation=False, unqualified_typehints=True), ""
+
+
 def setup(app: Sphinx) -> None:
-    """Register the scripts that run before the pages are read."""
+    """Register what runs before the pages are read, and while they are."""
     app.connect("builder-inited", _generate)
+    app.connect("autodoc-process-signature", _signature)

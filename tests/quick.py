@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,9 @@ PACKAGE_OF_FIXTURE = {"s3_server": "moto", "small_parts": "moto"}
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Return whether a test is slow, or needs a package that is not installed."""
+    """Return whether a test is slow, or needs a package that is not installed, or Linux on another system."""
+    if item.get_closest_marker("linux") and not hasattr(os, "copy_file_range"):
+        return True
     if any(item.get_closest_marker(mark) for mark in LEFT_OUT):
         return True
     needed = {package for fixture, package in PACKAGE_OF_FIXTURE.items() if fixture in item.fixturenames}  # type: ignore[attr-defined]

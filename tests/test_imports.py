@@ -76,8 +76,8 @@ def test_a_circle_is_found() -> None:
 @pytest.mark.parametrize(
     ("package", "modules"),
     [
-        ("ray", {"ray_train"}),
-        ("pyarrow", {"ray_train"}),
+        ("ray", {"ray_run", "ray_train"}),
+        ("pyarrow", {"ray_run", "ray_train"}),
         ("transformers", {"huggingface"}),
         ("accelerate", {"accelerate"}),
         ("lightning", {"lightning"}),

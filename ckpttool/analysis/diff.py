@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.blocks import Line, Shown, Table
 from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.values import Opaque, TensorRef
+from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
@@ -24,10 +26,11 @@ from ckpttool.model.state_digest import OPTION, STATE, Item, paired, tied_names
 from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from ckpttool.blocks import Block
     from ckpttool.model import Checkpoint, State
     from ckpttool.units import Advance
 
@@ -77,7 +80,7 @@ class OtherDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Shown):
     """Result of comparing two checkpoints."""
 
     a: str
@@ -106,6 +109,52 @@ class DiffReport:
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.different and not self.others
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield one row for each tensor that differs, then the verdict."""
+        different = self.different
+        if different:
+            rows = [
+                (
+                    d.name,
+                    d.state,
+                    d.kind,
+                    *(_side(d, i) for i in (0, 1)),
+                    f"{d.differing:,}" if d.kind == "values" else "",
+                    f"{d.max_abs:.3g}" if d.kind == "values" else "",
+                    f"{d.max_rel:.3g}" if d.kind == "values" else "",
+                )
+                for d in different
+            ]
+            right = ["differing", "max abs", "max rel"]
+            yield Table(
+                ["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"],
+                rows,
+                right=right,
+                whole=["differs in", "a", "b"],
+                rare=["max rel", "b", "a"],
+            )
+        if self.others:
+            rows = [(o.name, o.a or "-", o.b or "-") for o in self.others]
+            yield Table(["value", "a", "b"], rows, prose=["value", "a", "b"])
+        for note in self.notes:
+            yield Line(f"note: {note}", color="yellow")
+        retyped = sum(1 for d in self.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])
+        if retyped:
+            yield Line(f"note: {retyped} tensors have equal values in different types", color="yellow")
+        count = len(self.tensors)
+        verdict = f"equal ({count} tensors: {self.compared})"
+        if not self.equal:
+            values = "" if self.others is None else f", other values that differ: {len(self.others)}"
+            verdict = f"{len(different)} of {count} tensors differ{values} ({self.compared})"
+        yield Line(verdict, color="green" if self.equal else "red")
+
+
+def _side(difference: Difference, side: int) -> str:
+    dtype, shape = difference.dtypes[side], difference.shapes[side]
+    if dtype is None or shape is None:
+        return "-"
+    return f"{SHORT_NAMES.get(dtype, dtype.lower())} {' x '.join(map(str, shape)) if shape else 'scalar'}"
 
 
 def compare(  # noqa: PLR0913  the options of diff

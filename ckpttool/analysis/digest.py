@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckpttool import digests
+from ckpttool.blocks import Facts, Shown
 from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.values import Opaque, TensorRef
 from ckpttool.dtypes import numpy_dtype
@@ -40,8 +41,9 @@ from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.units import Advance
 
@@ -62,7 +64,7 @@ SCALER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(Shown):
     """Digests of a checkpoint.
 
     Values narrower than fp32 are widened first, which is exact: weights of equal value (except zeros of different sign)
@@ -76,6 +78,10 @@ class Digest:
     """Digest of all optimizer states, with their names and shapes; None if there are none."""
     tensors: Mapping[str, Mapping[str, TensorDigest]] = field(default_factory=dict, compare=False, repr=False)
     """Digest of each tensor, by state ("weights", "module", "exp_avg") and name; see ``docs/digest.md``."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield both digests."""
+        yield Facts([("weights", self.weights), ("optimizer", self.optimizer or "no states")])
 
 
 def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Digest:

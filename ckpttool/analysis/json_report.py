@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.analysis.texts import states_of
 from ckpttool.containers.values import Opaque, TensorRef, TorchDType
-from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import hide_secrets
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from ckpttool.model import Checkpoint, ScalarState, State
 
+JSON_VERSION = 1
+"""Version of the objects of ``--json``: it grows if a field leaves or changes its meaning, not if one comes."""
 MAX_VALUES = 100_000
 """Limit of values of client state, of configuration and of the like; a short pickle can expand without end."""
 CHARACTERS = 100
@@ -81,38 +83,6 @@ def describe(c: Checkpoint) -> dict[str, Any]:
 
 def _numbers(numbers: Mapping[str, ScalarState], plain: _Plain) -> dict[str, Any]:
     return {key: {"value": plain(number.value), "dtype": number.dtype} for key, number in numbers.items()}
-
-
-def title(c: Checkpoint) -> list[str]:
-    """Return format, topology and step of the checkpoint, in a few words."""
-    over = _ranks(c)
-    kinds = {
-        "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
-        "universal": "universal checkpoint",
-        "thin": f"thin (weights without optimizer states, of a run on {over})",
-        "safetensors": "safetensors",
-        "torch": "state dict of torch.save",
-        "dcp": "torch.distributed.checkpoint",
-        "rank files": f"FSDP2 files of single ranks, over {over}",
-    }
-    title = [kinds[c.format], SHORT_NAMES.get(c.dtype, c.dtype.lower())]
-    if c.step is not None:
-        title.append(f"step {c.step}" + (f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""))
-    return title
-
-
-def _ranks(c: Checkpoint) -> str:
-    t = c.topology
-    degrees = [
-        (t.data_parallel, "data-parallel"),
-        (t.tensor_parallel, "tensor-parallel"),
-        (t.pipeline_parallel, "pipeline-parallel"),
-    ]
-    if t.tensor_parallel == t.pipeline_parallel == 1:
-        ranks = f"{t.data_parallel} {'rank' if t.data_parallel == 1 else 'ranks'}"
-    else:
-        ranks = " x ".join(f"{n} {name}" for n, name in degrees if n > 1) + " ranks"
-    return ranks + (f", experts over {t.expert_parallel}" if t.expert_parallel > 1 else "")
 
 
 def as_plain(data: Any) -> Any:
@@ -202,3 +172,36 @@ def _length(value: object) -> int:
     if isinstance(value, str):
         return len(value)
     return value.bit_length() // 3 if isinstance(value, int) else 0
+
+
+def describe_parameter(c: Checkpoint, name: str) -> dict[str, Any]:
+    """Return the states of a parameter or buffer with their extents.
+
+    Raises:
+        PlanError: No parameter or buffer has that name.
+    """
+    states = dict(states_of(c, name))
+    return {
+        "name": c.aliases.get(name, name),
+        "states": {
+            key: {**describe_state(s), "extents": [_extent(c, s, row) for row in s.extents]}
+            for key, s in states.items()
+        },
+    }
+
+
+def _extent(c: Checkpoint, state: State, row: Any) -> dict[str, Any]:
+    file = c.files[int(row["file"])]
+    width = state.nbytes // state.numel if state.numel else 0
+    extent = {
+        "file": file.name,
+        "rank": file.rank,
+        "offset": int(row["offset"]),
+        "nbytes": int(row["numel"]) * int(row["runs"]) * width,
+        "start": int(row["start"]),
+        "numel": int(row["numel"]),
+        "padding": int(row["padding"]),
+    }
+    if row["runs"] > 1:
+        extent |= {key: int(row[key]) for key in ("runs", "pitch", "stride")}
+    return extent

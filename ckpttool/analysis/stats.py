@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckpttool.blocks import Line, Table
 from ckpttool.concurrency import default_jobs, in_order
+from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.blocks import Block
     from ckpttool.model import Checkpoint
     from ckpttool.model.selection import Content
     from ckpttool.units import Advance
@@ -30,6 +33,12 @@ EXPONENTS = 2048
 """Exponents of a double."""
 CHUNK_ELEMENTS = 1 << 18
 """Elements that are reduced at once: they fit into the cache."""
+SKETCH_COLUMNS = 16
+"""Characters of the small histogram in a row."""
+RARE = ["norm", "zeros", "type", "mean", "max", "min"]
+"""The columns that a narrow terminal lacks, the first of them first."""
+BARS = " ▁▂▃▄▅▆▇█"
+"""Characters of rising height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +180,34 @@ def linear_histogram(stats: TensorStats, bins: int) -> list[float]:
         for at in range(first, last + 1):
             counts[at] += count * (min(end, at + 1) - max(begin, at)) / (end - begin)
     return counts
+
+
+def table(found: Sequence[TensorStats], *, sketches: bool) -> Iterator[Block]:
+    """Yield one row for each tensor, then the number of tensors with NaN or infinity."""
+    rows: list[tuple[str, ...]] = [
+        (
+            t.name,
+            t.state,
+            SHORT_NAMES.get(t.dtype, t.dtype.lower()),
+            f"{t.numel:,}",
+            *(f"{value:.6g}" for value in (t.min, t.max, t.mean, t.norm)),
+            *(f"{count:,}" for count in (t.zeros, t.nan, t.inf)),
+        )
+        for t in found
+    ]
+    numbers = ["elements", "min", "max", "mean", "norm", "zeros", "NaN", "inf"]
+    columns = ["tensor", "state", "type", *numbers]
+    if sketches:
+        columns.append("min to max")
+        rows = [(*row, _sketch(t)) for row, t in zip(rows, found, strict=True)]
+    yield Table(columns, rows, right=numbers, whole=["type", "min to max"], rare=RARE)
+    odd = [t.name for t in found if t.nan or t.inf]
+    if odd:
+        yield Line(f"{len(odd)} tensors have values that are not finite", color="red")
+
+
+def _sketch(stats: TensorStats) -> str:
+    """Draw the distribution of a tensor's values from the smallest to the largest in a few characters."""
+    counts = linear_histogram(stats, SKETCH_COLUMNS)
+    most = max(counts)
+    return "".join(BARS[math.ceil((len(BARS) - 1) * count / most)] for count in counts) if most else ""

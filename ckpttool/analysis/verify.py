@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.blocks import Line, Shown
 from ckpttool.checksums import crc32, cuts
 from ckpttool.commit.manifest import find_manifest, size_problems
 from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, PlanError, StorageError
-from ckpttool.execution.checks import failed_checks
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
@@ -24,13 +25,14 @@ from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
 from ckpttool.storage import connect, without_secrets
 from ckpttool.storage.buffers import ReadBuffer
-from ckpttool.units import Meter
+from ckpttool.units import Meter, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from ckpttool.blocks import Block
     from ckpttool.checksums import Checksums, Record
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, CheckpointFile, State
@@ -58,7 +60,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Shown):
     """Result of ``verify``."""
 
     location: str
@@ -84,6 +86,42 @@ class VerifyReport:
     """All defects; empty for a sound checkpoint."""
     notes: tuple[str, ...] = ()
     """Facts that no file records, and states that are not read."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether no finding was made: ``deep`` and ``records_unrecorded`` say how much that is."""
+        return not self.findings
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield one line for each finding, then the number of files, tensors and checksums."""
+        for finding in self.findings:
+            yield Line(f"{finding.path}: {finding.problem}" + (f"; {finding.hint}" if finding.hint else ""))
+        if not self.files:
+            yield Line(f"{self.location}: cannot be read as a checkpoint", color="red")
+            return
+        contents = f"{self.files} files, {format_size(self.nbytes)}, {self.tensors} tensors"
+        count = len(self.findings)
+        compared = self.deep and not self.records_unrecorded
+        verdict = f"{count} finding{'s' if count > 1 else ''}" if count else "sound" if compared else "no finding"
+        line = f"{self.location}: {verdict} ({contents}; {self._depth()})"
+        yield Line(line, color="red" if count else "green" if compared else "yellow")
+        if self.unplaced:
+            shown = f"{', '.join(self.unplaced[:2])}{', ...' if len(self.unplaced) > 2 else ''}"
+            problem = f"{len(self.unplaced)} files do not identify their rank or parameter ({shown}) without a manifest"
+            yield Line(f"note: {problem}: two of one shape that were swapped would not be noticed")
+        for note in self.notes:
+            yield Line(f"note: {note}", color="yellow")
+
+    def _depth(self) -> str:
+        """Return which parts of a checkpoint were compared."""
+        if not self.deep:
+            return "structure and samples; --deep reads every byte"
+        compared, without = self.records_checked, self.records_unrecorded
+        if not without:
+            return f"{compared:,} checksums; every byte read"
+        where = f"{without:,} records have no checksum: of these" if compared else "no checksums recorded:"
+        only = f"{where} only structure, NaN and infinity were checked"
+        return f"{compared:,} checksums compared; {only}" if compared else only
 
 
 def verify_checkpoint(

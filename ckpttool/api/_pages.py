@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.analysis.verify import VerifyReport
-    from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.listing import Catalog
     from ckpttool.catalog.retention import Decision
     from ckpttool.formats import Source
 

@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpttool.blocks import Line, Table
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.formats import Source, source_paths
 from ckpttool.formats.layouts import Place
 from ckpttool.storage import is_url, local_path, without_credentials
 from ckpttool.storage.staging import KEPT
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from ckpttool.api.options import Options
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import ReadReport
     from ckpttool.execution.destination import Needs
     from ckpttool.execution.distributed import Workers
@@ -65,6 +68,43 @@ class Written:
     """For a dry run, the disk space and memory of the run."""
     kept: tuple[str, ...] = ()
     """With ``overwrite``, new names of files in ``out`` that sidecar files have replaced, and that differ from them."""
+
+    def line(self, contents: str) -> Line:
+        """Return the line with the output, the duration, and the bytes written and read."""
+        verb = "would write" if self.dry_run else "wrote"
+        if self.there:
+            verb = "was there already, nothing was written:"
+        took = "" if self.dry_run else f" in {self.seconds:.1f} s"
+        return Line(
+            f"{self.out}: {verb} {contents}, {format_size(self.nbytes_written)}{took} "
+            f"(read {format_size(self.nbytes_read)})"
+        )
+
+    def remarks(self, notes: Sequence[str]) -> Iterator[Block]:
+        """Yield the digest, the notes, the comparisons with checksums; for a dry run, the needed space and memory."""
+        if self.digest is not None:
+            yield Line(f"{self.digest} (source and output match)", color="green")
+        for note in notes:
+            yield Line(f"note: {note}", color="yellow")
+        for name in self.kept:
+            yield Line(f"note: the file of OUT that differed is kept as {name}", color="yellow")
+        if self.checks is not None:
+            yield from self.checks.blocks()
+        if (needs := self.needs) is not None:
+            free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
+            yield Line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
+
+    def weights(self, tied: Mapping[str, str], notes: Sequence[str], dtype: str | None) -> Iterator[Block]:
+        """Yield the files, the tied names, the notes and the comparisons of written weights."""
+        yield Table(["file", "size"], [(f.name, format_size(f.nbytes)) for f in self.files], right=["size"])
+        for alias, name in tied.items():
+            yield Line(f"{alias} is tied to {name}: stored once")
+        yield from self.remarks(notes)
+        if self.overflowed:
+            yield Line(
+                f"warning: {self.overflowed:,} values are too large for {dtype} and became infinite; use bf16 or fp32",
+                color="yellow",
+            )
 
 
 class Run:

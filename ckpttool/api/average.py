@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
+from ckpttool.blocks import Shown, Table
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, open_checkpoint, opening_options
@@ -23,8 +24,9 @@ from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_si
 from ckpttool.targets.weights import select_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.model.averaging import Average
@@ -128,7 +130,7 @@ class AveragedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class AverageReport:
+class AverageReport(Shown):
     """Result of ``average``."""
 
     written: Written
@@ -151,6 +153,17 @@ class AverageReport:
     """Sidecar files that were copied from the newest source."""
     notes: tuple[str, ...]
     """Remarks on the checkpoints, and the state that the output does not keep."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the weight of each source and the written files, or those planned by a dry run."""
+        kind = "a ZeRO checkpoint" if self.dtype is None else f"parameters in {self.dtype}"
+        contents = (
+            f"the mean of {len(self.sources)} checkpoints, {self.tensors} tensors, {self.elements:,} elements, {kind}"
+        )
+        yield self.written.line(contents)
+        rows = [(s.location, "" if s.step is None else f"{s.step:,}", f"{s.weight:.6g}") for s in self.sources]
+        yield Table(["source", "step", "weight"], rows, right=["step", "weight"])
+        yield from self.written.weights(self.tied, self.notes, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,296 +1,29 @@
-"""``consolidate``: whole weights in one file or a few, for any loader, also with LoRA adapters merged into them.
-
-A merge also needs the configuration of the model: it says whether the output projection is tied to the input embedding.
-If the merge makes the two differ, ``config.json`` of the output says that they are not tied.
-"""
+"""``consolidate``: whole weights in one file or a few, for any loader."""
 
 from __future__ import annotations
 
-import json
-import os
-import posixpath
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._run import Run, Written
+from ckpttool.api.merging import merged_source
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
-from ckpttool.errors import ArgumentError, LayoutError, PlanError
+from ckpttool.blocks import Shown
+from ckpttool.errors import ArgumentError
 from ckpttool.formats import Source, open_checkpoint, opening_options
-from ckpttool.formats.sidecars import SidecarFile, find_sidecars
-from ckpttool.messages import brief
-from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
-from ckpttool.storage import connect, local_path, open_storage, read_json, without_credentials
+from ckpttool.targets.rename_map import read_rename_map
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
+    from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
-
-
-MAX_BYTES = 1 << 26
-"""Maximum size of the file."""
-
-
-def read_rename_map(
-    table: Mapping[str, str] | str | os.PathLike[str] | None, options: Mapping[str, Any] | None
-) -> Mapping[str, str]:
-    """Return new names by old ones.
-
-    Args:
-        table: The names, the path or URL of a JSON file of them, or None.
-        options: Options of the fsspec class of a URL.
-
-    Raises:
-        ArgumentError: The table is malformed.
-        LayoutError: The file is not a JSON object of texts, or has a name twice.
-        StorageError: The file cannot be read.
-    """
-    if table is None:
-        return {}
-    if isinstance(table, Mapping):
-        if not _is_table(table):
-            raise ArgumentError("rename_map", f"is {brief(table)}, not names by names", "write {'old': 'new'}")
-        return table
-    path = os.fspath(table)
-    storage = open_storage(path, options)
-    shown = without_credentials(local_path(path))
-    with storage.open(shown) as reader:
-        if reader.nbytes > MAX_BYTES:
-            raise LayoutError(shown, f"has {reader.nbytes:,} bytes, too many for a table of names", "check the path")
-        data = reader.read(0, reader.nbytes)
-    try:
-        found = json.loads(data, object_pairs_hook=_without_duplicates)
-    except _DuplicateError as error:
-        raise LayoutError(shown, f"gives {brief(str(error))} two new names", "leave one of them out") from None
-    except (ValueError, RecursionError):
-        found = None
-    if not _is_table(found):
-        raise LayoutError(shown, "is not a JSON object of new names by old ones", 'write {"old": "new"}')
-    result: Mapping[str, str] = found
-    return result
-
-
-class _DuplicateError(Exception):
-    """A JSON object has an entry twice; the text is its key."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in result:
-            raise _DuplicateError(name)
-        result[name] = value
-    return result
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(text, str) for item in value.items() for text in item)
-
-
-HEAD = "lm_head.weight"
-"""The output projection of causal language models."""
-EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "shared",
-    "word_embeddings",
-    "embed_in",
-    "tok_embeddings",
-    "tokens_embed",
-    "embeddings",
-)
-"""Names of the module of the input embedding in transformers' models."""
-POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
-"""Names of modules that may have the shape of the input embedding, but are never tied to it."""
-CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""Ends of the class names of causal language models."""
-HEADLESS = (
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-    "ForImageClassification",
-    "ForAudioClassification",
-    "Model",
-)
-"""Ends of the class names of models without an output projection over the vocabulary. LMHeadModel has one."""
-
-
-def config_of(files: Mapping[str, SidecarFile]) -> dict[str, Any]:
-    """Return the content of ``config.json``; empty if there is none, or if it is damaged."""
-    try:
-        found = json.loads(files["config.json"].text or "") if "config.json" in files else None
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def with_tied_head(base: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    """Return the base model with the tie of HEAD, if it is a causal language model that stores no projection."""
-    embedding = _embedding(base)
-    if not _has_plain_head(base, config) or HEAD in base.aliases or embedding is None or _has_own_head(base, embedding):
-        return base
-    return replace(base, aliases={**base.aliases, HEAD: embedding})
-
-
-def check_embedding(
-    checkpoint: Checkpoint, base: Checkpoint | None, modules: Sequence[str], config: Mapping[str, Any]
-) -> None:
-    """Refuse an embedding that was trained apart from layers that the model may tie to it under unknown names.
-
-    Args:
-        checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` contains it.
-        modules: ``modules_to_save`` of the adapters.
-        config: ``config.json`` of the model.
-
-    Raises:
-        PlanError: Such an embedding.
-    """
-    architecture = _architecture(config)
-    trained = [str(module) for module in modules if str(module).split(".")[-1] in EMBEDDINGS]
-    if not trained or not architecture:
-        return
-    if not architecture.endswith("ForConditionalGeneration"):  # encoder and decoder share one, whatever the head
-        if architecture.endswith(HEADLESS) and not architecture.endswith(CAUSAL):
-            return
-        if base is None or base.aliases:
-            return  # DeepSpeed records ties
-        embedding = _embedding(base)
-        if embedding is not None and (_has_own_head(base, embedding) or _has_plain_head(base, config)):
-            return
-    problem = f"was trained with {trained[0]} in modules_to_save, which {architecture} ties to other layers"
-    raise PlanError(checkpoint.location, problem, "merge it with PEFT, or leave out merge_lora", ("merge_lora",))
-
-
-def is_head(name: str, checkpoint: Checkpoint) -> bool:
-    """Return whether a tensor is HEAD or has the shape of the input embedding, to which a loader may tie it."""
-    shapes = {p.name: p.shape for p in checkpoint.parameters}
-    return name == HEAD or any(
-        shapes[name] == shape for other, shape in shapes.items() if other != name and _module(other) in EMBEDDINGS
-    )
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    found = config.get("architectures")
-    return str(found[0]) if isinstance(found, list) and found else ""
-
-
-def _module(name: str) -> str:
-    """Return the name of the module that a weight belongs to, without those around it."""
-    return name.removesuffix(".weight").rpartition(".")[2] if name.endswith(".weight") else ""
-
-
-def _embedding(base: Checkpoint) -> str | None:
-    """Return the name of the input embedding; None without exactly one."""
-    found = [p.name for p in base.parameters if _module(p.name) in EMBEDDINGS]
-    return found[0] if len(found) == 1 else None
-
-
-def _has_own_head(base: Checkpoint, embedding: str) -> bool:
-    """Return whether another weight has the shape of the embedding, such as embed_out of GPT-NeoX."""
-    shapes = {p.name: p.shape for p in base.parameters if _module(p.name) not in POSITIONS}
-    return list(shapes.values()).count(shapes[embedding]) > 1
-
-
-def _has_plain_head(base: Checkpoint, config: Mapping[str, Any]) -> bool:
-    """Return whether the output projection is HEAD: BERT and its like have a head of several layers."""
-    others = [
-        p.name for p in base.parameters if p.name != HEAD and p.name.startswith(("lm_head.", "cls.", "pred_layer."))
-    ]
-    return _architecture(config).endswith(CAUSAL) and not others
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedSource:
-    """A model with adapters merged, as ``consolidate`` writes it."""
-
-    checkpoint: Checkpoint
-    """Its weights."""
-    companions: tuple[SidecarFile, ...]
-    """Configuration of the base model, tokenizer of the training run if it has one."""
-    notes: tuple[str, ...]
-    """Remarks for the user."""
-
-
-def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequence[str]) -> MergedSource:
-    """Merge adapters into the weights of their base model.
-
-    Args:
-        checkpoint: The checkpoint with the adapters.
-        base: The base model; None if ``checkpoint`` contains it.
-        adapter: Names of the adapters to merge, in this order; none for the only one.
-
-    Raises:
-        PlanError: The adapters or the base model do not fit.
-        LayoutError: A configuration is damaged.
-    """
-    chosen = _chosen(checkpoint, [adapter] if isinstance(adapter, str) else adapter)
-    configs = {name: _config(checkpoint, name, alone=len(adapters_of(checkpoint)) == 1) for name in chosen}
-    files = {} if base is None else {f.name: f for f in find_sidecars(connect(base.storage), base.root)}
-    files |= {f.name: f for f in find_sidecars(connect(checkpoint.storage), checkpoint.root)}
-    model = config_of(files)
-    check_embedding(checkpoint, base, [m for c in configs.values() for m in c.get("modules_to_save") or ()], model)
-    merged = merge_lora(checkpoint, base and with_tied_head(base, model), configs)
-    notes = [f"merged the adapters {', '.join(chosen)}, in this order"] if len(chosen) > 1 else []
-    heads = [name for name in merged.added if is_head(name, merged.checkpoint)]
-    if heads and "config.json" in files:
-        files["config.json"] = _untied(files["config.json"])
-        notes.append(
-            f"config.json says tie_word_embeddings: false, as {heads[0]} and the embedding are not equal any more"
-        )
-    return MergedSource(merged.checkpoint, tuple(files[name] for name in sorted(files)), tuple(notes))
-
-
-def _chosen(checkpoint: Checkpoint, adapter: Sequence[str]) -> list[str]:
-    found = adapters_of(checkpoint)
-    if unknown := [name for name in adapter if name not in found]:
-        problem = f"holds no adapter {unknown[0]}"
-        hint = f"choose one of {', '.join(found)} with adapter" if any(found) else "leave out adapter: it has one"
-        raise PlanError(checkpoint.location, problem, hint, ("adapter",))
-    if not adapter and len(found) > 1:
-        problem = f"holds several adapters: {', '.join(found)}"
-        raise PlanError(checkpoint.location, problem, "choose with adapter, once for each to merge", ("adapter",))
-    if twice := [name for i, name in enumerate(adapter) if name in adapter[:i]]:
-        problem = f"would have the adapter {twice[0]} merged twice"
-        raise PlanError(checkpoint.location, problem, "name it once with adapter", ("adapter",))
-    return list(adapter) or found
-
-
-def _config(checkpoint: Checkpoint, adapter: str, *, alone: bool) -> dict[str, Any]:
-    """Read the configuration of an adapter.
-
-    Raises:
-        PlanError: The checkpoint does not contain it.
-        LayoutError: It is damaged.
-    """
-    storage = connect(checkpoint.storage)
-    # PEFT saves an adapter that is not called "default" in a directory of its name.
-    paths = [posixpath.join(checkpoint.root, adapter, CONFIG)] if adapter else []
-    if alone or adapter in {"", "default"}:
-        paths.append(posixpath.join(checkpoint.root, CONFIG))
-    path = next((path for path in paths if storage.exists(path)), None)
-    if path is None:
-        problem = f"has no {CONFIG}, which records the scaling of the adapter"
-        raise PlanError(checkpoint.root, problem, f"copy the one of the training run to {paths[-1]}")
-    return read_json(storage, path, "a JSON object", "restore it from a copy")
-
-
-def _untied(file: SidecarFile) -> SidecarFile:
-    """Return ``config.json`` with ``tie_word_embeddings`` false: else a loader would discard the trained projection."""
-    try:
-        config = json.loads(file.text or "")
-    except (ValueError, RecursionError):
-        return file
-    if not isinstance(config, dict):
-        return file
-    config["tie_word_embeddings"] = False
-    return replace(file, text=json.dumps(config, indent=2) + "\n", changed=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +54,7 @@ class _Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsolidateReport:
+class ConsolidateReport(Shown):
     """Result of ``consolidate``."""
 
     written: Written
@@ -338,6 +71,12 @@ class ConsolidateReport:
     """Sidecar files that were copied: configuration, tokenizer."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the written files, or those planned by a dry run."""
+        contents = f"{self.tensors} tensors, {self.elements:,} elements, parameters in {self.dtype}"
+        yield self.written.line(contents)
+        yield from self.written.weights(self.tied, self.notes, self.dtype)
 
 
 def consolidate(  # noqa: PLR0913  public API

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
+from ckpttool.blocks import Shown
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Source, open_checkpoint, opening_options
@@ -24,8 +25,9 @@ from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_si
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
@@ -101,8 +103,17 @@ class _Target:
             raise ArgumentError("world_size", problem, "set world_size to the ranks that will load it", ("world_size",))
 
 
+WHO_LOADS = {
+    "zero": "load_checkpoint",
+    "universal": "load_universal",
+    "dcp": "torch.distributed.checkpoint",
+    "ranks": "the ranks of FSDP2",
+}
+"""Name of each target's loader."""
+
+
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(Shown):
     """Result of ``convert``."""
 
     written: Written
@@ -113,6 +124,12 @@ class ConvertReport:
     """Name of the checkpoint in it."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint, and state that the output does not keep."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the written files, or those planned by a dry run."""
+        written = self.written
+        yield written.line(f"{self.tag} for {WHO_LOADS[self.to]}, {len(written.files)} files")
+        yield from written.remarks(self.notes)
 
 
 def convert(  # noqa: PLR0913  public API

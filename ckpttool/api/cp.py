@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.api._run import Run, Written, WrittenFile
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
+from ckpttool.blocks import Line, Shown
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
-from ckpttool.execution.output import mode_of, mode_of_directory, mode_of_file
+from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
 from ckpttool.storage import connect
+from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
     from ckpttool.units import Progress
@@ -30,7 +33,7 @@ ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class CpReport:
+class CpReport(Shown):
     """Result of ``cp``."""
 
     written: Written
@@ -43,6 +46,16 @@ class CpReport:
     """Whether the root's ``latest`` names the copy now."""
     notes: tuple[str, ...]
     """Remarks on the checkpoint, and files that were left out."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the size of the copy and its notes."""
+        written = self.written
+        verb = "was there already, with the same bytes:" if written.there else "copied"
+        yield Line(
+            f"{written.out}: {verb} {len(written.files)} files, {format_size(written.nbytes_written)} in "
+            f"{written.seconds:.1f} s{', latest names it' if self.latest else ''}"
+        )
+        yield from written.remarks(self.notes)
 
 
 def cp(  # noqa: PLR0913  public API

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from ckpttool.catalog.entries import Catalog
+    from ckpttool.catalog.listing import Catalog
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.marks import Pin

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
+from ckpttool.blocks import Line, Shown
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
 from ckpttool.model import Checkpoint
-from ckpttool.units import Meter
+from ckpttool.units import Meter, format_size
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.analysis.diff import DiffReport
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.stats import TensorStats
     from ckpttool.analysis.verify import VerifyReport
+    from ckpttool.blocks import Block
     from ckpttool.commit.signing import Key
     from ckpttool.execution.checks import Check, ReadReport
     from ckpttool.units import Progress
@@ -62,7 +64,14 @@ def _notebook(checkpoint: Checkpoint) -> str:
     return notebook_frame(checkpoint)
 
 
-Checkpoint._notebook = _notebook
+def _described(checkpoint: Checkpoint) -> Iterator[Block]:
+    """Return a checkpoint as blocks of text."""
+    from ckpttool.analysis import texts  # only those who print need it
+
+    return texts.checkpoint(checkpoint)
+
+
+Checkpoint._notebook, Checkpoint._described = _notebook, _described
 
 
 def verify(  # noqa: PLR0913  public API
@@ -289,7 +298,7 @@ def digest(
 
 
 @dataclass(frozen=True, slots=True)
-class ExtractReport:
+class ExtractReport(Shown):
     """Result of ``extract`` to a file."""
 
     out: str
@@ -306,6 +315,13 @@ class ExtractReport:
     """Bytes of its values."""
     checks: ReadReport | None = None
     """Comparisons with recorded checksums; None for ``check="off"``."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the content of the file, and the records and files without a compared checksum."""
+        contents = f"{self.state} of {self.name}, {self.dtype}, {self.shape}, {format_size(self.nbytes)}"
+        yield Line(f"{self.out}: {contents}")
+        if self.checks is not None:
+            yield from self.checks.blocks()
 
 
 def extract(  # noqa: PLR0913  public API
@@ -365,7 +381,7 @@ def extract(  # noqa: PLR0913  public API
     values = read_part(checkpoint, found, index, checks)
     if out is not None:
         from ckpttool.execution.destination import write_file
-        from ckpttool.execution.output import mode_of
+        from ckpttool.execution.permissions import mode_of
 
         path = checked_path("out", out)
         parts = encode(values, name, path)

@@ -10,8 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.entries import committed, trainer_commits
-from ckpttool.catalog.retention import by_series, decide, parse_best
+from ckpttool.catalog.entries import committed
+from ckpttool.catalog.listing import by_series
+from ckpttool.catalog.retention import decide, parse_best
+from ckpttool.catalog.runs import ray_folders, trainer_commits
+from ckpttool.catalog.snapshot import is_own_name
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
@@ -222,6 +225,41 @@ def left_over(found: Iterable[Found], *, grace: float) -> dict[str, str]:
             if not is_gone(one.storage, error):  # else another process has removed it
                 raise
     return states
+
+
+def left_by_workers(
+    storage: Storage, run: str, whole: Collection[str], *, grace: float
+) -> tuple[dict[str, str], set[str]]:
+    """Find the directories of killed workers of Ray Train.
+
+    Args:
+        storage: Storage of the run.
+        run: The run's directory.
+        whole: Names of directories that are known to have a commit.
+        grace: Seconds after which an unfinished directory is abandoned, counted from the newest of its files.
+
+    Returns:
+        The state of each abandoned directory by its path, and the names of further directories with a commit.
+    """
+    states: dict[str, str] = {}
+    others: set[str] = set()
+    storage.refresh([])
+    for one in ray_folders(storage, run):
+        if one.tag in whole:
+            continue
+        directory, state = one.path, state_of(storage, one.path)
+        if any(tag.committed for tag in scan(storage, directory, depth=1)):
+            others.add(one.tag)
+            continue
+        times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
+        newest = max((t for t in times if t is not None), default=math.inf)
+        unfinished = unfinished_below(storage, directory)
+        if not unfinished and not is_own_name(one.tag):
+            continue  # the run's script wrote it
+        alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished)
+        if newest < math.inf and is_old(newest, grace) and not alive:
+            states[directory] = state
+    return states, others
 
 
 def remove_left_over_files(storage: WritableStorage, root: str, checkpoints: Iterable[str]) -> bool:

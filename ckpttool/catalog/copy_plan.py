@@ -15,7 +15,7 @@ from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import commit_directory, find_manifest, read_manifest
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.checks import archive_records
-from ckpttool.execution.output import mode_of_file
+from ckpttool.execution.permissions import mode_of_file
 from ckpttool.formats import FORMATS, open_checkpoint
 from ckpttool.formats.layouts import VERL
 from ckpttool.formats.scan import has_files_of_tag, natural_order

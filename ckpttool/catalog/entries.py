@@ -1,21 +1,17 @@
-"""List the checkpoints under a root or in the directories of runs, and check which are complete.
-
-It knows runs of a Hugging Face Trainer, of Accelerate and of Ray Train.
-
-Source: Ray 2.60, ray/train/v2: ``CheckpointManager`` (the snapshot: a run whose snapshot lists a missing checkpoint
-    refuses to start) and ``StorageContext.make_default_checkpoint_dir_name``.
-"""
+"""List the checkpoints under a root, and check which are complete."""
 
 from __future__ import annotations
 
 import contextlib
 import posixpath
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import Saved, candidates, last_after, newest_first
+from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, Catalog, CatalogEntry
+from ckpttool.catalog.restore_order import Saved, last_after, newest_first
+from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
@@ -24,12 +20,9 @@ from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, S
 from ckpttool.formats import open_checkpoint, open_every
 from ckpttool.formats.layouts import (
     MAX_TAG,
-    METRICS_OF_RAY,
-    OWN_OF_RAY,
     TRAINER,
     WEIGHTS,
     Place,
-    is_named,
     is_of_trainer,
     step_in,
 )
@@ -38,8 +31,6 @@ from ckpttool.formats.scan import (
     Found,
     commits,
     has_files_of_tag,
-    last_number,
-    natural_order,
     pattern_of,
     scan,
 )
@@ -49,7 +40,6 @@ from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     BESIDE,
     HALF_REMOVED,
-    MANIFEST,
     MARK,
     is_gone,
     is_half_removed,
@@ -65,10 +55,9 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.commit.marks import Pin
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Entry, Storage
 
@@ -81,103 +70,10 @@ MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
-SKIPPED = "skipped by a restore, because it could not be restored: "
-"""Start of the problem of a checkpoint with the mark of a save."""
-OWN_ROOT = "is a root of its own"
-"""Start of the problem of a directory that contains checkpoints but is not one itself."""
-NOT_FOLLOWED = "leaves the root: follow_links is not set"
-"""End of the problem of a checkpoint that is not read, because a link leads out of the root."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
 """Most bytes of such a file; one with a million logged steps is smaller."""
-
-
-@dataclass(frozen=True, slots=True)
-class CatalogEntry:
-    """One checkpoint under a root."""
-
-    name: str
-    """Directory relative to the root: the tag, or a trainer's "checkpoint-500"."""
-    path: str
-    """Path or URL of the directory."""
-    format: str | None
-    """``Checkpoint.format``; None if unknown."""
-    stage: int | None
-    """ZeRO stage."""
-    world_size: int | None
-    """Number of ranks of the saved run."""
-    step: int | None
-    """Steps of the engine."""
-    nbytes: int
-    """Size of all files below the directory in bytes; 0 for a link."""
-    modified: float | None
-    """Modification time of the newest file in seconds since 1970."""
-    whole: bool
-    """Whether the files of all ranks exist and agree."""
-    problem: str | None
-    """Problem of a checkpoint that is not whole."""
-    latest: bool
-    """Whether ``latest`` names it."""
-    link: str | None
-    """The target of a symbolic link; None for a directory."""
-    metrics: Mapping[str, float]
-    """Metrics of the manifest, and numbers of the client state by dotted key."""
-    reported: bool = False
-    """Whether Ray Train's snapshot of the run lists it. Only Ray's rules may remove it: the run cannot restart without
-    it."""
-    saved: float | None = None
-    """Time of the save in seconds since 1970: of the manifest, or else ``modified``."""
-    thin: str | None = None
-    """Type of the weights ("bf16", "fp32") of a thin checkpoint: ``prune`` has removed its optimizer states."""
-    pin: Pin | None = None
-    """The pin that keeps it from being removed or thinned."""
-    torn: str | None = None
-    """"uncommitted": its save has an in-progress marker and no manifest; "incomplete": files are missing or cut off;
-    "incomplete, beside weights": one of the two, but the directory also contains weight files, which may be whole. None
-    if the checkpoint is whole, or cannot be read for another reason."""
-    being_saved: bool = False
-    """Whether the process that saves it still runs on this machine."""
-    state: str = ""
-    """Changes when any file below the directory is written or removed."""
-    rank: int = 0
-    """Place in the order of the saves, from the oldest: a run that went back to an old step abandons later ones."""
-    series: str = ""
-    """Differs between checkpoints of different models, of the models of one save, and between a tag and the folder of a
-    trainer; "" if it is unknown."""
-    sorts: frozenset[str] = field(default=frozenset(), metadata={"json": False})
-    """The names of its files, with "#" for each number."""
-    committed: bool = False
-    """Whether it has a manifest of ckpttool."""
-    best: bool = False
-    """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
-
-    @property
-    def is_root(self) -> bool:
-        """Whether the directory contains checkpoints, but is not one itself."""
-        return (self.problem or "").startswith(OWN_ROOT)
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether it has the mark of a checkpoint that a restore has skipped."""
-        return (self.problem or "").startswith(SKIPPED)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether its files are not read because a link leads out of the root."""
-        return (self.problem or "").endswith(NOT_FOLLOWED)
-
-    @property
-    def condition(self) -> str:
-        """One of "whole", "torn", "not read (--follow-links)" and "a root" (of checkpoints)."""
-        if self.whole:
-            return "whole"
-        return "a root" if self.is_root else "not read (--follow-links)" if self.is_unread else "torn"
-
-    @property
-    def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
-        """Sort key, older checkpoints first: by step, or its number in the name if it is unknown; then by rank."""
-        return _step_in(self.name) if self.step is None else self.step, self.rank, natural_order(self.name)
 
 
 class _Listed(NamedTuple):
@@ -190,18 +86,6 @@ class _Listed(NamedTuple):
     """Paths that its trainer's state names as the best checkpoint."""
     problem: str = ""
     """Why the trainer's state cannot be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Catalog:
-    """The checkpoints under a root."""
-
-    root: str
-    """The directory."""
-    entries: tuple[CatalogEntry, ...]
-    """Entries, older ones first."""
-    problems: tuple[str, ...]
-    """Problems of ``latest``, of Ray Train's snapshot, and of the trainer's state."""
 
 
 def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
@@ -243,14 +127,17 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     tasks = (partial(_present_entry, one, one.tag in named, one.tag in reported, options) for one in directories)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
-        found = [one for one in results if one is not None]
+        entries = list(results)
+    found = [one for one in entries if one is not None]
     if not found:
         runs = ", ".join(here.runs or here.below())
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
+    unlisted = [one for one, entry in zip(directories, entries, strict=True) if entry is None and not one.outside]
+    left = tuple(one.tag for one in unlisted if Place(storage, one.path).below())
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
-    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems))
+    return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), left)
 
 
 def _of_save(model: _Listed) -> _Listed:
@@ -637,7 +524,7 @@ def _first(errors: list[CkptError], path: str) -> str:
     """Format the first error relative to the checkpoint's path, with the number of further errors."""
     own = next((e for e in errors if e.problem.startswith(OWN_ROOT)), None)
     if own is not None:
-        return own.problem
+        return "; ".join([own.problem, *(error.problem for error in errors if error is not own)][:2])
     link = next((e for e in errors if isinstance(e, LinkError)), None)
     if link is not None:
         return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
@@ -667,212 +554,3 @@ def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:
 
     visit("", dict(state), 0)
     return found
-
-
-SNAPSHOT = "checkpoint_manager_snapshot.json"
-"""File in which Ray Train lists the checkpoints of the run."""
-MAX_BYTES = 1 << 28
-"""Most bytes of a snapshot; one of a hundred thousand checkpoints is smaller."""
-
-
-def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
-    """Return the whole checkpoints of a trainer's run by the paths of their folders, as ``newest_first`` orders them.
-
-    Tensor bytes are not read. Thin checkpoints, from which no run can resume, are left out, and so are folders that
-    another process removes meanwhile, as Ray Train does with old checkpoints.
-
-    Args:
-        folders: The folders, as ``trainer_folders`` orders them.
-
-    Raises:
-        StorageError: A folder cannot be read.
-    """
-    found: list[Saved] = []
-    for folder in folders:
-        try:
-            best = candidates(folder.storage, folder.path)[:1]
-        except StorageError as error:
-            if not is_gone(folder.storage, error):
-                raise
-            continue
-        usable = [one for one in best if not one.committed or (one.manifest is not None and not one.thin)]
-        found += [Saved.of(folder.path, last_number(folder.tag), one.manifest) for one in usable]
-    return newest_first(found)
-
-
-def directory_name(step: int, number: int, token: str) -> str:
-    """Return the name of a save's directory; it is unique, so that the directory contains no old files.
-
-    Args:
-        step: Steps of the engine.
-        number: ``Manifest.number``; it orders the names of saves of one step.
-        token: Unique hexadecimal text.
-    """
-    return f"{OWN_OF_RAY.prefix}{step:08d}_{number:06d}_{token}"
-
-
-def _step_in(name: str) -> int:
-    """Return the step in the name of a checkpoint; -1 without one."""
-    own = step_in(name, OWN_OF_RAY)
-    return last_number(name) if own is None else own
-
-
-def ray_folders(storage: Storage, run: str) -> list[Found]:
-    """Return the directories in a run directory of Ray Train that ``ray_train.report`` has made.
-
-    Their names are ckpttool's own, or the metrics of the report are stored beside the commit. Others are not its own.
-
-    Raises:
-        StorageError: The directory cannot be read.
-    """
-    return [
-        one
-        for one in scan(storage, run, depth=1)
-        if not one.hidden and (is_own_name(one.tag) or storage.exists(posixpath.join(one.path, METRICS_OF_RAY)))
-    ]
-
-
-def is_own_name(name: str) -> bool:
-    """Return whether ``directory_name`` gives such names."""
-    return is_named(name, OWN_OF_RAY)
-
-
-def run_commits(storage: Storage, run: str) -> list[Found]:
-    """Return the commits in a run directory of Ray Train, newest first, as ``newest_first`` orders them.
-
-    Raises:
-        StorageError: A directory cannot be read.
-    """
-    storage.refresh([])
-    folders = ray_folders(storage, run)
-    with contextlib.suppress(StorageError):  # only to save requests: the code below reports errors
-        storage.refresh([posixpath.join(folder.path, MANIFEST) for folder in folders])
-    dated = []
-    for folder in folders:
-        try:
-            dated += [(_written(one), one) for one in scan(storage, folder.path, depth=1) if one.committed]
-        except StorageError:
-            storage.refresh([])
-            if storage.is_dir(folder.path):
-                raise
-            # Ray's controller has removed the directory meanwhile, by its CheckpointConfig
-    dated.sort(key=lambda pair: (pair[0], pair[1].path), reverse=True)  # old manifests have no numbers
-    found = {one.path: one for _, one in dated}
-    return [found[saved.name] for saved in newest_first([Saved.of(p, o.step, o.manifest) for p, o in found.items()])]
-
-
-def run_candidates(storage: Storage, run: str, reported: str, known: Collection[str]) -> list[str]:
-    """Return the checkpoints to resume a run of Ray Train from, newest first: commits and others.
-
-    Args:
-        storage: Storage of the run.
-        run: Its directory.
-        reported: Path or URL of the checkpoint that Ray resumes from; "" without one.
-        known: Names of the checkpoints that Ray knows; it has got all of them before ``reported``, or that one.
-
-    Raises:
-        LayoutError: The newest checkpoint is ``reported``, and contains nothing that ckpttool reads.
-        StorageError: A directory cannot be read.
-    """
-    commits = run_commits(storage, run)
-    found = [one.path for one in commits]
-    if not reported or is_own_name(posixpath.basename(reported)) or any(one.root == reported for one in commits):
-        return found
-    others = checkpoints_of_ray(storage, reported)
-    step = others[0].step if others and others[0].is_tag else -1
-    written = _newest_file(storage, reported)
-
-    def is_older(one: Found) -> bool:
-        """Return whether Ray knows the commit; else it was saved by a worker that died, perhaps before ``reported``."""
-        same = one.step == step or step < 0
-        created = 0.0 if one.manifest is None else one.manifest.created
-        return posixpath.basename(one.root) in known or one.step < step or (same and created <= written)
-
-    place = next((n for n, one in enumerate(commits) if is_older(one)), len(commits))
-    if not others and not place:
-        problem = "is the checkpoint that Ray resumes from, and contains none that ckpttool reads"
-        hint = "load it as the script that saved it does, or choose another name in RunConfig to start from scratch"
-        raise LayoutError(reported, problem, hint)
-    rest = [Saved.of(one.path, one.step, one.manifest) for one in commits[place:]]
-    for name in sorted((name for name in known if not is_own_name(name)), reverse=True):
-        path = posixpath.join(run, name)
-        if path != reported and storage.is_dir(path):
-            time = _newest_file(storage, path)
-            rest += [Saved.of(one.path, one.step, None, written=time) for one in checkpoints_of_ray(storage, path)]
-    return [*found[:place], *(one.path for one in others), *(one.name for one in newest_first(rest))]
-
-
-def _newest_file(storage: Storage, directory: str) -> float:
-    """Return when the newest file below a directory was written, in seconds since 1970; 0 if it is unknown."""
-    return max((entry.modified or 0.0 for _, entry in walk(storage, directory)), default=0.0)
-
-
-def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
-    """Return the tags in a checkpoint of Ray Train, best first, or else the directory of another format, or of several.
-
-    Raises:
-        StorageError: A directory cannot be read.
-    """
-    if tags := candidates(storage, path):
-        return tags
-    below = [one.removeprefix(path).lstrip("/") for one in Place(storage, path).below()]
-    inner = below[0] if len(below) == 1 else posixpath.commonpath(map(posixpath.dirname, below)) if below else None
-    if inner is None:
-        return []
-    directory = posixpath.join(path, inner)
-    return candidates(storage, directory) or [Found(storage, *posixpath.split(directory.rstrip("/")))]
-
-
-def _written(one: Found) -> float:
-    return next((entry.modified or 0.0 for entry in one.entries if entry.name == MANIFEST), 0.0)
-
-
-def last_commit(storage: Storage, run: str) -> tuple[str, int]:
-    """Return attempt and number of the last commit of a run, the parent of the next; "" and 0 without one.
-
-    Raises:
-        StorageError: A directory cannot be read.
-    """
-    manifests = (one.manifest for one in run_commits(storage, run))
-    return next(((found.attempt, found.number) for found in manifests if found is not None), ("", 0))
-
-
-def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:
-    """Return the directories of a run that Ray's snapshot lists; empty without a snapshot.
-
-    Raises:
-        CkptError: The snapshot cannot be read.
-    """
-    listed, latest = _snapshot(storage, run)
-    # The listed path may have several components.
-    return frozenset(name.partition("/")[0] for name in [*listed, latest] if name)
-
-
-def latest_of_ray(storage: Storage, run: str) -> str:
-    """Return the checkpoint that Ray would resume from, by its name in the run directory; "" without one.
-
-    Raises:
-        CkptError: The snapshot cannot be read.
-    """
-    return _snapshot(storage, run)[1]
-
-
-def _snapshot(storage: Storage, run: str) -> tuple[list[str], str]:
-    path = posixpath.join(run, SNAPSHOT)
-    if not storage.exists(path):
-        return [], ""
-    hint = "a run may be writing it: try again; or start that run with the Ray release that wrote it"
-    what = "a snapshot of Ray Train's checkpoints"
-    found = read_json(storage, path, what, hint, MAX_BYTES)
-    try:
-        latest = found["latest_checkpoint_result"]
-        return [_name(result) for result in found["checkpoint_results"]], _name(latest) if latest else ""
-    except (ValueError, KeyError, TypeError) as error:
-        raise LayoutError(path, f"is not {what}", hint) from error
-
-
-def _name(result: Any) -> str:
-    name = posixpath.normpath(str(result["checkpoint_dir_name"]).strip("/"))
-    if name.startswith("."):
-        raise ValueError("a name leads out of the directory")
-    return name

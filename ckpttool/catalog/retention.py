@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_duration
+from ckpttool.blocks import Line, Table
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
+from ckpttool.catalog.listing import by_series
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED, link_into, links_below
-from ckpttool.units import format_ago, format_duration
+from ckpttool.units import format_ago, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from ckpttool.catalog.entries import CatalogEntry
+    from ckpttool.blocks import Block
+    from ckpttool.catalog.listing import CatalogEntry
 
 REPORTED = "Ray Train's snapshot lists it"
 """Reason to keep a checkpoint of Ray Train: only Ray's rules may remove it."""
@@ -152,14 +155,6 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
         return decisions
     links = links_below(root)
     return [_for_links(decision, links, root) for decision in decisions]
-
-
-def by_series(entries: Sequence[CatalogEntry]) -> list[list[CatalogEntry]]:
-    """Return the checkpoints of each model, in the same order: the rules hold for each."""
-    found: dict[str, list[CatalogEntry]] = {}
-    for entry in entries:
-        found.setdefault(entry.series, []).append(entry)
-    return list(found.values())
 
 
 def _for_links(decision: Decision, links: Sequence[tuple[str, str]], root: str) -> Decision:
@@ -302,3 +297,26 @@ def parse_best(rule: str) -> tuple[str, str, int]:
         hint = "write METRIC, METRIC:min or METRIC:max, and :COUNT for several"
         raise ArgumentError("keep_best", f"is {brief(rule)}, not a rule", hint)
     return metric, direction, int(count)
+
+
+def table(found: Sequence[Decision], *, dry_run: bool) -> Iterator[Block]:
+    """Yield one row for each checkpoint, then the freed bytes."""
+    rows = [(d.entry.name, _verb(d, dry_run=dry_run), format_size(d.entry.nbytes), d.reason) for d in found]
+    yield Table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"])
+    gone, thinned = (sum(map(test, found)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
+    would = "would be " if dry_run else ""
+    also = f", {thinned} {would}thinned" if thinned else ""
+    freed = format_size(sum(d.freed for d in found))
+    yield Line(f"{gone} of {len(found)} {would}removed{also}, {freed} freed")
+    if thinned and dry_run:
+        yield Line(
+            "note: a dry run reads no tensors: a checkpoint whose values are damaged is kept whole", color="yellow"
+        )
+
+
+def _verb(decision: Decision, *, dry_run: bool) -> str:
+    if not decision.keep:
+        return "would be removed" if dry_run else "removed"
+    if decision.thin is not None:
+        return f"{'would be thin' if dry_run else 'thinned'}, {decision.thin}"
+    return "kept"

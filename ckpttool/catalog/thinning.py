@@ -30,7 +30,7 @@ from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, 
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
-from ckpttool.execution.output import mode_of
+from ckpttool.execution.permissions import mode_of
 from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.locate import Location

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.json_report import title
+from ckpttool.analysis.texts import title
 from ckpttool.cli._output import is_colored, print_line, terminal_width
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.messages import printable

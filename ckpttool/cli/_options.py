@@ -64,15 +64,16 @@ class Dtype(click.Choice[str]):
 
 
 class Command(click.Command):
-    """A command whose help lists the options that many commands share in a section of their own, after its own."""
+    """A command whose help lists its own options first, then sections of others, and rare ones last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both sections."""
-        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Common options": []}
+        """Write the sections."""
+        titles = {name: title for title, names in SECTIONS.items() for name in names}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
             if record is not None:
-                sections["Common options" if option.name in COMMON else "Options"].append(record)
+                sections[titles.get(option.name or "", "Options")].append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -89,27 +90,21 @@ class Command(click.Command):
         formatter.write(f"\nMore: {DOCS}/{page}.html\n")
 
 
-COMMON = frozenset(
-    {
-        "part",
-        "check",
-        "jobs",
-        "memory",
-        "ray",
-        "ray_address",
-        "as_json",
-        "wide",
-        "trust_names",
-        "storage_options",
-        "follow_links",
-        "open_budget",
-        "quiet",
-        "verbose",
-        "debug",
-        "help",
-    }
-)
-"""Options that many commands share."""
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Options": (),
+    "The run that will load it": (
+        "world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "layout", "mesh", "device", "torch",
+        "buffers",
+    ),
+    "Choice of tensors": ("include", "exclude", "exclude_frozen", "optimizer"),
+    "LoRA": ("adapter_only", "merge_lora", "base", "adapter"),
+    "Names": ("rename", "rename_map"),
+    "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
+    "Resources": ("jobs", "memory", "ray", "ray_address", "storage_options"),
+    "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
+    "Rare": ("part", "trust_names", "follow_links", "open_budget", "sign_key"),
+}  # fmt: skip
+"""Titles of the sections in a command's help, and their options; the first has all others."""
 _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
 _RAY_ADDRESS = "ckpttool.ray_address"
@@ -155,12 +150,14 @@ def _part_option(function: F) -> F:
 
 def source_argument(function: F) -> F:
     """Add SRC, one checkpoint, and ``--part`` for the directories of other nodes."""
-    return click.argument("src", type=click.Path(), callback=_source)(_part_option(function))
+    return click.argument("src", type=click.Path(readable=False), callback=_source)(_part_option(function))
 
 
 def sources_argument(function: F) -> F:
     """Add SRC..., several checkpoints, and ``--part`` for the directories of other nodes if there is only one."""
-    argument = click.argument("src", type=click.Path(), nargs=-1, required=True, metavar="SRC...", callback=_sources)
+    argument = click.argument(
+        "src", type=click.Path(readable=False), nargs=-1, required=True, metavar="SRC...", callback=_sources
+    )
     return argument(_part_option(function))
 
 
@@ -190,7 +187,7 @@ def _given_source(ctx: click.Context) -> str:
     return os.path.expanduser(next((word for word in words if not word.startswith("-")), ""))
 
 
-out_argument = click.argument("out", type=click.Path())
+out_argument = click.argument("out", type=click.Path(readable=False))
 tag_option = click.option(
     "--tag",
     metavar="TAG",

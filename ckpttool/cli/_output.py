@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpttool.blocks import Facts, Line, Table
 from ckpttool.cli._options import QUIET, WIDE
-from ckpttool.cli._tables import Table
 from ckpttool.messages import printable
 from ckpttool.storage import storage_error
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from rich.progress import Progress as Bar
 
+    from ckpttool.blocks import Block
     from ckpttool.units import Progress
 
 SECONDS_BEFORE_BAR = 0.5
@@ -41,28 +42,26 @@ def is_colored() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    right: Sequence[str] = (),
-    whole: Sequence[str] = (),
-    prose: Sequence[str] = (),
-    rare: Sequence[str] = (),
-) -> None:
-    """Print rows under a header: whole into a file or pipe and with ``--wide``, else in the width of the terminal.
+def print_blocks(blocks: Iterable[Block]) -> None:
+    """Print lines, facts and tables."""
+    for block in blocks:
+        if isinstance(block, Line):
+            print_line(block.text, color=block.color)
+        elif isinstance(block, Table):
+            _print_table(block)
+        else:
+            _print_facts(block)
 
-    Args:
-        columns: Headings.
-        rows: Cells.
-        right: As for ``Table``.
-        whole: As for ``Table``.
-        prose: As for ``Table``.
-        rare: As for ``Table``.
-    """
-    cells = [[printable(cell, 0) for cell in row] for row in rows]
-    table, width, less = Table(columns, cells, right, whole, prose, rare), terminal_width(), False
-    lines, less = table.fitted(width) if width and not is_wide() else (table.lines(), False)
+
+def _print_table(table: Table) -> None:
+    """Print a table: whole into a file or pipe and with ``--wide``, else in the width of the terminal."""
+    width, less = terminal_width(), False
+    if width and not is_wide():
+        from rich.cells import cell_len  # only terminals need it
+
+        lines, less = table.fitted(width, cell_len)
+    else:
+        lines = table.lines()
     if is_colored():
         lines[0] = click.style(lines[0], bold=True)
     _print("".join(f"{line}\n" for line in lines))
@@ -70,12 +69,10 @@ def print_table(
         print_line(f"shortened to {width} columns; --wide prints all", color="bright_black")
 
 
-def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Print labels and values in two columns; empty values are left out."""
-    cells = [(label, printable(value, 0)) for label, value in facts if value]
-    start = max((len(label) for label, _ in cells), default=0) + 2
-    width = terminal_width() if not is_wide() else 0
-    for label, value in cells:
+def _print_facts(facts: Facts) -> None:
+    """Print labels and values, which wrap in the width of the terminal."""
+    start, width = facts.start(), terminal_width() if not is_wide() else 0
+    for label, value in facts.shown():
         # A path is not broken, so that it can be copied: the terminal wraps it.
         wrapped = textwrap.wrap(value, max(width - start, 20), break_on_hyphens=False, break_long_words=False)
         lines = wrapped if width else [value]
@@ -107,17 +104,31 @@ def print_line(text: str, *, color: str | None = None) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print plain values or dataclasses of them as JSON; the keys of a dataclass are its field names."""
+    """Print a mapping or a dataclass of plain values as a JSON object; the keys of a dataclass are its field names."""
     import json  # tables do not need it
 
-    from ckpttool.analysis.json_report import as_plain
+    from ckpttool.analysis.json_report import JSON_VERSION, as_plain
 
-    _write(json.dumps(as_plain(data), indent=2, allow_nan=False) + "\n")
+    _write(json.dumps({"version": JSON_VERSION, **as_plain(data)}, indent=2, allow_nan=False) + "\n")
 
 
-def write_bytes(data: bytes) -> None:
-    """Write UTF-8 to stdout, whatever its encoding."""
-    _write(data)
+def write_page(html: str, data: bytes, given: dict[str, Any]) -> None:
+    """Write the page of ``--html``, and print its path; with "-", write only the page, to the standard output.
+
+    Args:
+        html: The value of ``--html``.
+        data: The page.
+        given: Options of the command.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    from ckpttool.api import _pages
+
+    if html == _pages.STDOUT:
+        _write(data)
+        return
+    print_line(f"{_pages.write_page(html, data, storage_options=given['storage_options'])}: wrote a page")
 
 
 def _write(text: str | bytes) -> None:

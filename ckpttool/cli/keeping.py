@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpttool.cli import _options as options
 
+if TYPE_CHECKING:
+    from ckpttool.commit.marks import Pin
+
 
 @click.command(cls=options.Command, short_help="List the checkpoints under a root.")
-@click.argument("root", type=click.Path())
+@click.argument("root", type=click.Path(readable=False))
 @options.html_option
 @options.json_option
 @options.common_options
@@ -20,8 +23,7 @@ def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json
-    from ckpttool.cli._reports import print_catalog, write_page
+    from ckpttool.cli._output import print_blocks, print_json, write_page
 
     options.check_page(html, as_json, given)
     found = ckpttool.ls(root, **options.chosen(given))
@@ -32,11 +34,11 @@ def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     elif as_json:
         print_json(found)
     else:
-        print_catalog(found)
+        print_blocks(found.blocks())
 
 
 @click.command(cls=options.Command, short_help="Delete the checkpoints that no rule keeps, or their optimizer states.")
-@click.argument("root", type=click.Path())
+@click.argument("root", type=click.Path(readable=False))
 @options.retention_options
 @click.option(
     "--torn", is_flag=True, help="Delete incomplete and uncommitted checkpoints, unless a save may still write them."
@@ -65,8 +67,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     """
     import ckpttool
     from ckpttool.catalog.retention import parse_best
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_decisions, write_page
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
     from ckpttool.errors import PruneError
 
     if not given["torn"] and all(given[rule] is None for rule in options.RETENTION):
@@ -93,15 +94,17 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
         rules = {rule: given[rule] for rule in options.RETENTION if given[rule] is not None}
         write_page(html, page_of_catalog(found, decisions, rules), given)
     elif as_json:
-        print_json(decisions)
+        print_json({"decisions": decisions})
     else:
-        print_decisions(decisions, dry_run=given["dry_run"])
+        from ckpttool.catalog.retention import table
+
+        print_blocks(table(decisions, dry_run=given["dry_run"]))
     if failed is not None:
         raise failed
 
 
 @click.command(cls=options.Command, short_help="Keep a checkpoint from every retention rule.")
-@click.argument("src", type=click.Path())
+@click.argument("src", type=click.Path(readable=False))
 @click.option("--why", required=True, metavar="TEXT", help="The reason, for people.")
 @options.tag_option
 @options.json_option
@@ -112,34 +115,37 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
     ls shows pins; unpin removes one.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json
-    from ckpttool.cli._reports import print_pin
+    from ckpttool.cli._output import print_json, print_line
 
     made = ckpttool.pin(src, **options.chosen(given))
     if as_json:
         print_json(made)
     else:
-        print_pin(_tagged(src, given["tag"]), made)
+        print_line(f"{_tagged(src, given['tag'])}: {_pinned(made)}")
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
-@click.argument("src", type=click.Path())
+@click.argument("src", type=click.Path(readable=False))
 @options.tag_option
 @options.json_option
 @options.common_options
 def unpin(src: Any, as_json: bool, **given: Any) -> None:
     """Remove the pin of the checkpoint SRC: retention rules count it again."""
     import ckpttool
-    from ckpttool.cli._output import print_json
-    from ckpttool.cli._reports import print_pin
+    from ckpttool.cli._output import print_json, print_line
 
     removed = ckpttool.unpin(src, **options.chosen(given))
     if as_json:
         print_json(removed)
     else:
-        print_pin(_tagged(src, given["tag"]), removed, removed=True)
+        print_line(f"{_tagged(src, given['tag'])}: unpinned; it was {_pinned(removed)}")
 
 
 def _tagged(src: str, tag: str | None) -> str:
     """Return the directory of a tag, for messages."""
     return src if tag is None else f"{src.rstrip('/')}/{tag}"
+
+
+def _pinned(pin: Pin) -> str:
+    """Return who pinned a checkpoint, and why."""
+    return f"pinned by {pin.who or '?'}: {pin.why}"

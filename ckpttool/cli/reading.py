@@ -13,6 +13,8 @@ FOUND = 1
 """Exit code of ``verify`` for a damaged checkpoint, and of ``diff`` for different ones; failures have another."""
 VIEWS = ("params", "ranks", "files", "map")
 """The views of ``inspect``, in the order in which they are printed."""
+WIDE = 140
+"""Columns of a terminal that has room for a small histogram in each row of statistics."""
 OPENING = ("tag", "trust_names", "storage_options", "follow_links", "open_budget")
 """Parameters of ``ckpttool.inspect``."""
 
@@ -48,7 +50,7 @@ def inspect(src: Any, name: str | None, html: str | None, as_json: bool, **given
     options.check_page(html, as_json, given)
     if html is not None:
         from ckpttool.api._pages import page_of_source
-        from ckpttool.cli._reports import write_page
+        from ckpttool.cli._output import write_page
 
         write_page(html, page_of_source(src, **options.chosen(given)), given)
     else:
@@ -57,13 +59,30 @@ def inspect(src: Any, name: str | None, html: str | None, as_json: bool, **given
 
 def _print(src: Any, views: list[str], name: str | None, as_json: bool, given: dict[str, Any]) -> None:
     import ckpttool
-    from ckpttool.cli._reports import print_checkpoint, print_checkpoint_json
+    from ckpttool.cli._output import print_blocks, print_json, print_line
 
     checkpoint = ckpttool.inspect(src, **options.chosen(given))
     if as_json:
-        print_checkpoint_json(checkpoint, name)
-    else:
-        print_checkpoint(checkpoint, views, name)
+        from ckpttool.analysis.json_report import describe, describe_parameter
+
+        print_json(describe(checkpoint) if name is None else describe_parameter(checkpoint, name))
+        return
+    from ckpttool.analysis import texts
+    from ckpttool.cli._map import print_map
+
+    if name is None and not views:
+        print_blocks(checkpoint.blocks())
+        return
+    for number, view in enumerate(views):
+        if number:
+            print_line("")
+        if view == "map":
+            print_map(checkpoint)
+        else:
+            print_blocks({"params": texts.parameters, "ranks": texts.ranks, "files": texts.files}[view](checkpoint))
+    if name is not None:
+        print_blocks(texts.parameter(checkpoint, name))
+    print_blocks(texts.notes(checkpoint))
 
 
 @click.command(cls=options.Command, short_help="Check that a checkpoint is whole and sound.")
@@ -93,8 +112,7 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
 
     import ckpttool
     from ckpttool.cli._errors import hint_with_flags
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_verify_report, write_page
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
 
     options.check_page(html, as_json, given)
     with progress_bar("verify") as progress:
@@ -107,16 +125,18 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
         opening = {name: value for name, value in options.chosen(given).items() if name in OPENING}
         write_page(html, page_of_source(src, report, **opening), given)
     elif as_json:
-        print_json(report)
+        from ckpttool.analysis.json_report import as_plain
+
+        print_json({"sound": report.sound, **as_plain(report)})
     else:
-        print_verify_report(report)
-    if report.findings:
+        print_blocks(report.blocks())
+    if not report.sound:
         raise click.exceptions.Exit(FOUND)
 
 
 @click.command(cls=options.Command, short_help="Compare two checkpoints, of any formats and topologies.")
-@click.argument("a", type=click.Path())
-@click.argument("b", type=click.Path())
+@click.argument("a", type=click.Path(readable=False))
+@click.argument("b", type=click.Path(readable=False))
 @click.option("--tag-a", metavar="TAG", help="Tag of the checkpoint in A.  [default: the tag in latest]")
 @click.option("--tag-b", metavar="TAG", help="Tag of the checkpoint in B.  [default: the tag in latest]")
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance.  [default: 0]")
@@ -138,8 +158,7 @@ def diff(a: str, b: str, html: str | None, as_json: bool, **given: Any) -> None:
     equal.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_diff_report, write_page
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
 
     options.check_page(html, as_json, given)
     with progress_bar("diff") as progress:
@@ -152,7 +171,7 @@ def diff(a: str, b: str, html: str | None, as_json: bool, **given: Any) -> None:
         names = ("a", "b", "equal", "tensors", "notes", "others")
         print_json({name: getattr(report, name) for name in names})
     else:
-        print_diff_report(report)
+        print_blocks(report.blocks())
     if not report.equal:
         raise click.exceptions.Exit(FOUND)
 
@@ -175,14 +194,14 @@ def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -
     over the steps of several SRC.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, print_line, progress_bar
-    from ckpttool.cli._reports import draws_sketches, print_stats, write_page
+    from ckpttool.cli._output import print_blocks, print_json, print_line, progress_bar, terminal_width, write_page
 
     options.check_page(html, as_json, given)
     chosen = options.chosen(given)
     opening = {name: value for name, value in chosen.items() if name in OPENING}
     found = []
-    drawn = as_json or html is not None or draws_sketches()
+    sketches = terminal_width() >= WIDE
+    drawn = as_json or html is not None or sketches
     for one in src:
         checkpoint = ckpttool.inspect(one, **opening)
         with progress_bar(f"stats {checkpoint.tag}") as progress:
@@ -192,12 +211,14 @@ def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -
 
         write_page(html, stats_page(found), given)
     elif as_json:
-        print_json([{"location": checkpoint.location, "tensors": tensors} for checkpoint, tensors in found])
+        print_json({"checkpoints": [{"location": checkpoint.location, "tensors": own} for checkpoint, own in found]})
     else:
+        from ckpttool.analysis.stats import table
+
         for checkpoint, tensors in found:
             if len(found) > 1:
                 print_line(f"{checkpoint.location}:")
-            print_stats(tensors)
+            print_blocks(table(tensors, sketches=sketches))
 
 
 @click.command(cls=options.Command, short_help="Digest all values, the same however they are sharded.")
@@ -216,7 +237,8 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
     Stage, number of ranks and file format do not change them. Reads every value once.
     """
     import ckpttool
-    from ckpttool.cli._output import print_facts, print_json, print_table, progress_bar
+    from ckpttool.blocks import Table
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar
 
     with progress_bar("digest") as progress:
         found = ckpttool.digest(src, progress=progress, **options.chosen(given))
@@ -226,9 +248,9 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
     elif view:
         rows = [[name, key, *text.split()] for key, own in each.items() for name, text in own.items()]
         columns = ["tensor", "state", "type", "shape", "digest"]
-        print_table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])
+        print_blocks([Table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])])
     else:
-        print_facts([("weights", found.weights), ("optimizer", found.optimizer or "no states")])
+        print_blocks(found.blocks())
 
 
 @click.command(cls=options.Command, short_help="Write one tensor to a file.")
@@ -242,21 +264,22 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
 @options.tag_option
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @options.check_option
+@options.json_option
 @options.trust_option
 @options.common_options
-def extract(src: Any, name: str, out: str, index: str | None, **given: Any) -> None:
+def extract(src: Any, name: str, out: str, index: str | None, as_json: bool, **given: Any) -> None:
     """Write the tensor NAME of SRC to the file OUT, of the kind of its suffix: .safetensors, .npy or .pt.
 
     Reads only the bytes of the tensor.
     """
     import ckpttool
-    from ckpttool.cli._output import print_line
-    from ckpttool.cli._reports import print_checks
-    from ckpttool.units import format_size
+    from ckpttool.cli._output import print_blocks, print_json
 
-    written = ckpttool.extract(src, name, out, index=_index(index), **options.chosen(given))
-    print_line(f"{out}: {written.state} of {name}, {written.dtype}, {written.shape}, {format_size(written.nbytes)}")
-    print_checks(written.checks)
+    report = ckpttool.extract(src, name, out, index=_index(index), **options.chosen(given))
+    if as_json:
+        print_json(report)
+    else:
+        print_blocks(report.blocks())
 
 
 def _index(text: str | None) -> tuple[int | slice, ...] | None:

@@ -57,15 +57,14 @@ def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
     configuration and tokenizer in the checkpoint's root. OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_consolidate_report
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar
 
     with progress_bar("consolidate") as progress:
         report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:
-        print_consolidate_report(report)
+        print_blocks(report.blocks())
 
 
 def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | list[int] | None:
@@ -160,8 +159,7 @@ def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     for each rank (ranks). OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_convert_report
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar
 
     given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
     _check_convert(given)
@@ -170,7 +168,7 @@ def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(report)
     else:
-        print_convert_report(report)
+        print_blocks(report.blocks())
 
 
 def _check_convert(given: dict[str, Any]) -> None:
@@ -252,8 +250,7 @@ def average(src: tuple[Any, ...], out: str, as_json: bool, **given: Any) -> None
     ranks. OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_average_report
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar
 
     _check_average(src, given)
     with progress_bar("average") as progress:
@@ -261,7 +258,7 @@ def average(src: tuple[Any, ...], out: str, as_json: bool, **given: Any) -> None
     if as_json:
         print_json(report)
     else:
-        print_average_report(report)
+        print_blocks(report.blocks())
 
 
 def _check_average(src: tuple[Any, ...], given: dict[str, Any]) -> None:
@@ -302,12 +299,11 @@ def cp(src: Any, out: str, as_json: bool, **given: Any) -> None:
     SRC and OUT may be on different storages. latest is written last, after the copy is read back.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, progress_bar
-    from ckpttool.cli._reports import print_cp_report
+    from ckpttool.cli._output import print_blocks, print_json, progress_bar
 
     with progress_bar("cp") as progress:
         report = ckpttool.cp(src, out, progress=progress, **options.chosen(given))
     if as_json:
         print_json(report)
     else:
-        print_cp_report(report)
+        print_blocks(report.blocks())

@@ -19,7 +19,8 @@ from ckpttool.arguments import checked_path
 from ckpttool.commit import read_mark
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
-from ckpttool.execution.output import DirectoryOutput, with_permissions
+from ckpttool.execution.output import DirectoryOutput
+from ckpttool.execution.permissions import with_permissions
 from ckpttool.execution.run import nbytes_read, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.execution.distributed import Workers
-    from ckpttool.execution.output import BucketOutput
+    from ckpttool.execution.output_bucket import BucketOutput
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.storage import Storage, WritableStorage
@@ -183,9 +184,9 @@ class Destination:
         if self._remote is None:
             staging.check_target(self.out, overwrite=overwrite)
         else:
-            from ckpttool.execution import output
+            from ckpttool.execution import output_bucket
 
-            output.check_target(self._remote, self.out, overwrite=overwrite)
+            output_bucket.check_target(self._remote, self.out, overwrite=overwrite)
         if overwrite and "machine" in read_mark(self.storage, self.out):
             problem = "holds a checkpoint that is being saved, or whose save was killed"
             raise StorageError(self.out, problem, "choose another OUT")
@@ -221,10 +222,10 @@ class Destination:
             for directory in () if checkpoint.storage.remote else directories:
                 staging.check_apart(self.out, directory)
         elif self._remote.is_same(connect(checkpoint.storage)):
-            from ckpttool.execution import output
+            from ckpttool.execution import output_bucket
 
             for directory in directories:
-                output.check_apart(self._remote, self.out, directory)
+                output_bucket.check_apart(self._remote, self.out, directory)
 
     def holds_output(self, plan: CopyPlan, options: RunOptions) -> bool:
         """Return whether OUT contains exactly the files of a plan; compares every byte with the sources.
@@ -305,7 +306,7 @@ class Destination:
         """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not."""
         replaces = _of_same_kind(plan)
         if self._remote is not None:
-            from ckpttool.execution.output import bucket_output
+            from ckpttool.execution.output_bucket import bucket_output
 
             with bucket_output(
                 self._remote, self.out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume

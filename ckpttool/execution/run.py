@@ -17,7 +17,7 @@ import numpy as np
 from ckpttool.arguments import checked_size
 from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
 from ckpttool.dtypes import itemsize
-from ckpttool.execution.checks import failed_checks
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.copy import Copier, PartAssembler
 from ckpttool.execution.sources import Sources, allow_open_files
 from ckpttool.plan import ranges_read

@@ -24,6 +24,8 @@ from ckpttool.model.places import Contiguous
 from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Report
     from ckpttool.formats.locate import Location
@@ -63,7 +65,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
         raise LayoutError(path, "is not the state of a run", "restore it from a copy")
     fields = Fields(path, "", torch.root)
     return replace(
-        _with_kinds(weights, set(_names(fields, "buffers")), set(_names(fields, "frozen"))),
+        _with_kinds(weights, dict.fromkeys(_names(fields, "buffers")), set(_names(fields, "frozen"))),
         format="thin",
         thin=True,
         latest=LATEST,
@@ -82,7 +84,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
     )
 
 
-def _with_kinds(weights: Checkpoint, buffers: set[str], frozen: set[str]) -> Checkpoint:
+def _with_kinds(weights: Checkpoint, buffers: Collection[str], frozen: set[str]) -> Checkpoint:
     """Distinguish buffers, frozen and trained parameters, because safetensors files do not record them."""
     states = {p.name: p.states[MODULE] for p in weights.parameters} | {b.name: b.state for b in weights.buffers}
     return replace(
@@ -92,7 +94,7 @@ def _with_kinds(weights: Checkpoint, buffers: set[str], frozen: set[str]) -> Che
             for name, state in states.items()
             if name not in buffers
         ),
-        buffers=tuple(Buffer(name, state) for name, state in states.items() if name in buffers),
+        buffers=tuple(Buffer(name, states[name]) for name in buffers if name in states),
     )
 
 

@@ -40,9 +40,8 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     was_within_epoch,
 )
-from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.patches import check_signatures, replaced, scratch_directory, write_file
-from ckpttool.saving.coordination import RankError
+from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import absolute_path
 
 if TYPE_CHECKING:
@@ -205,7 +204,7 @@ class AcceleratorSaves:
         root = self._automatic_root()
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
-        return bool(saves.on_first_rank(lambda: _find(saves, root, newest=True)))
+        return bool(saves.ranks.on_first(saves.root, lambda: _find(saves, root, newest=True)))
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
@@ -224,7 +223,7 @@ class AcceleratorSaves:
         )
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
-        found: list[str] = saves.on_first_rank(lambda: _find(saves, root, newest=input_dir is None))
+        found: list[str] = saves.ranks.on_first(saves.root, lambda: _find(saves, root, newest=input_dir is None))
         first: CkptError | None = None
         for path in found:
             try:

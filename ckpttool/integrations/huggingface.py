@@ -48,10 +48,9 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     show_log,
 )
-from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
 from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
-from ckpttool.saving.coordination import RankError
+from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
 
 if TYPE_CHECKING:
@@ -346,7 +345,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if self._saves is None:
             return
         self._saves.wait()
-        self._saves.on_first_rank(lambda: None if self._exporter is None else self._exporter.wait())
+        self._saves.ranks.on_first(self._saves.root, lambda: None if self._exporter is None else self._exporter.wait())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the best checkpoint of a resumed run the path that the Trainer would give it."""
@@ -493,7 +492,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             move_weights(out, output_dir)
             LOCAL.remove_tree(temporary)
 
-        saves.on_first_rank(write)
+        saves.ranks.on_first(saves.root, write)
 
     # ------------------------------------------------------------------------------------------- resuming
 
@@ -517,7 +516,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
             raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
         saves, given = self._folders(trainer), resume_from_checkpoint
-        found: list[str] = saves.on_first_rank(lambda: self._find(saves, given))
+        found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given))
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, saves))
@@ -597,7 +596,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         self.wait()  # the best model at the end
         folder = posixpath.join(saves.root, posixpath.basename(path.rstrip("/")))
-        found = saves.on_first_rank(lambda: candidates_in(saves.source(folder), [folder]))
+        found = saves.ranks.on_first(saves.root, lambda: candidates_in(saves.source(folder), [folder]))
         if not found:
             raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
         saves.restore(engine, saves.open(found[0]), strict=strict, weights_only=True)

@@ -29,8 +29,8 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
-from ckpttool.integrations.deepspeed.manager import TIMEOUT
 from ckpttool.integrations.patches import check_signatures
+from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import absolute_path, open_storage
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class CkptSaves:
         folder = absolute_path(os.fspath(checkpoint_path))
         saves = self._folders.at(folder)
         saves.wait()
-        found = saves.on_first_rank(lambda: _find(saves, folder))
+        found = saves.ranks.on_first(saves.root, lambda: _find(saves, folder))
         checkpoint = saves.open(found[0])
         module = strategy.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING

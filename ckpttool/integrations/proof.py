@@ -25,7 +25,7 @@ from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
-from ckpttool.saving.coordination import agree_to_begin, exchange
+from ckpttool.saving.coordination import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-TIMEOUT = 1800.0
-"""Default of ``timeout``: seconds that a rank may lag."""
 HINT = "do not train on: build a new model and optimizer, and load again"
 SHOWN = 100
 """Most mismatches that an error lists."""
@@ -94,7 +92,9 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
         ProofError: Ranks have different values of the same part, or their parts do not cover a tensor once.
         CkptError: The state cannot be digested; on every rank.
     """
-    ranks = _ranks("digest")
+    from ckpttool.integrations.torch.collectives import ranks_of_process_group
+
+    ranks = ranks_of_process_group("digest", timeout)
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         merged = merge(_ranks_of(messages))
@@ -109,7 +109,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     def own() -> dict[str, str]:
         return _state_of(model, optimizer, scheduler).digest().to_json()
 
-    return StateDigest.from_json(exchange(ranks, "live_digest", own, decide, timeout=timeout))
+    return StateDigest.from_json(ranks.exchange("live_digest", own, decide))
 
 
 def prove(  # noqa: PLR0913  public API
@@ -151,23 +151,17 @@ def prove(  # noqa: PLR0913  public API
         ProofError: A part of the state differs; names the first one, and its rank and elements. On every rank.
         CkptError: The checkpoint is damaged, or the state cannot be digested; on every rank.
     """
-    from ckpttool.integrations.torch.collectives import open_together
+    from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 
     options = opening_options(storage_options, follow_links, open_budget)
-    ranks = _ranks("prove")
-    paths: list[str] = []
+    ranks = ranks_of_process_group("prove", timeout)
     asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
     asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None}
-    agree_to_begin(ranks, "prove", asked, lambda: paths.extend(source_paths(src)), timeout=timeout)
-    checkpoint = open_together(
-        paths[0],
-        source_storage(paths, options),
-        lambda: open_checkpoint(paths, tag=tag, options=options, trust_names=trust_names),
-        ranks,
-        timeout=timeout,
-    )
+    paths = ranks.together("prove", partial(source_paths, src), asked)
+    read = partial(open_checkpoint, paths, tag=tag, options=options, trust_names=trust_names)
+    checkpoint = open_together(paths[0], source_storage(paths, options), read, ranks)
     subject = partial(_state_of, model, optimizer, scheduler)
-    return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only), timeout=timeout)
+    return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 
 
 def prove_state(
@@ -175,8 +169,6 @@ def prove_state(
     checkpoint: Checkpoint,
     ranks: Ranks,
     scope: Scope,
-    *,
-    timeout: float,
 ) -> Proof:
     """Compare the live state of all ranks with a checkpoint; errors as for ``prove``.
 
@@ -185,7 +177,6 @@ def prove_state(
         checkpoint: The checkpoint, the same on all ranks.
         ranks: The ranks that take part.
         scope: The restored part.
-        timeout: Seconds that a rank may lag.
     """
     began, path = time.perf_counter(), checkpoint.location
     recorded = checkpoint.digests is not None
@@ -214,13 +205,13 @@ def prove_state(
             "notes": found.notes,
         }
 
-    verdict = exchange(ranks, path, own, decide, timeout=timeout)
+    verdict = ranks.exchange(path, own, decide)
     mismatches = [Mismatch(*one) for one in verdict["mismatches"]]
     if not mismatches and verdict["rounded"]:
         rounded = {name: TensorDigest.parse(text) for name, text in verdict["rounded"].items()}
-        mismatches = _compare_rounded(rounded, checkpoint, ranks, timeout)
+        mismatches = _compare_rounded(rounded, checkpoint, ranks)
     if mismatches:
-        mismatches[0] = _located(mismatches[0], state, checkpoint, ranks, timeout)
+        mismatches[0] = _located(mismatches[0], state, checkpoint, ranks)
         raise _error(path, mismatches)
     return Proof(
         path=path,
@@ -234,9 +225,7 @@ def prove_state(
     )
 
 
-def _compare_rounded(
-    live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks, timeout: float
-) -> list[Mismatch]:
+def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks) -> list[Mismatch]:
     """Compare weights that a run keeps in a narrower type than the save: they must equal the cast saved ones."""
     stored = {alias: checkpoint.aliases.get(alias, alias) for alias in live}
     there = {c.name: c for c in contents(checkpoint) if c.key == WEIGHTS}
@@ -253,7 +242,7 @@ def _compare_rounded(
         problems = {name: difference(one, live[name]) for name, one in saved.items()}
         return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
 
-    found = exchange(ranks, checkpoint.location, own, decide, timeout=timeout)
+    found = ranks.exchange(checkpoint.location, own, decide)
     return [Mismatch(*one) for one in found]
 
 
@@ -284,9 +273,7 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
         ) from error
 
 
-def _located(
-    problem: Mismatch, state: LiveState | None, checkpoint: Checkpoint, ranks: Ranks, timeout: float
-) -> Mismatch:
+def _located(problem: Mismatch, state: LiveState | None, checkpoint: Checkpoint, ranks: Ranks) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
     if not problem.problem.startswith((OTHER_VALUES, APART)) or state is None:
         return problem
@@ -307,7 +294,7 @@ def _located(
             return ""
         return " (the files hold the live values, and differ from the digests that the save recorded)"
 
-    where = exchange(ranks, checkpoint.location, own, decide, timeout=timeout)
+    where = ranks.exchange(checkpoint.location, own, decide)
     return problem._replace(problem=f"{problem.problem}{where}")
 
 
@@ -372,12 +359,6 @@ def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return make(), None
     except Exception as error:
         return None, error
-
-
-def _ranks(purpose: str) -> Ranks:
-    from ckpttool.integrations.torch.collectives import ranks_of_process_group
-
-    return ranks_of_process_group(purpose)
 
 
 def _error(path: str, problems: Sequence[Mismatch]) -> ProofError:

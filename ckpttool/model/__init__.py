@@ -9,16 +9,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ckpttool.blocks import Shown
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
 
+    from ckpttool.blocks import Block
     from ckpttool.checksums import Record
     from ckpttool.model.formulas import Formula
     from ckpttool.model.places import Place
@@ -343,7 +345,7 @@ class CheckpointFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Checkpoint:
+class Checkpoint(Shown):
     """The layout of a checkpoint.
 
     Raises:
@@ -444,11 +446,18 @@ class Checkpoint:
     """The storage of its files, as data; ``storage.connect`` opens it."""
     _notebook: ClassVar[Callable[[Checkpoint], str] | None] = None
     """Draws a checkpoint as HTML; set by ``ckpttool.inspect``, as pictures are made above the model."""
+    _described: ClassVar[Callable[[Checkpoint], Iterator[Block]] | None] = None
+    """Describes a checkpoint in words; set likewise."""
 
     def _repr_html_(self) -> str | None:
         """Return the picture that a notebook shows; None if nothing that draws was imported."""
         draw = type(self)._notebook
         return None if draw is None else draw(self)
+
+    def blocks(self) -> Iterable[Block]:
+        """Yield a summary, then the notes; nothing if nothing that describes was imported."""
+        describe = type(self)._described
+        return () if describe is None else describe(self)
 
     def __post_init__(self) -> None:
         for problem in self.problems():

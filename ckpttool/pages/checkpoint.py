@@ -6,8 +6,9 @@ import html
 import json
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.json_report import as_plain, describe, title
+from ckpttool.analysis.json_report import as_plain, describe
 from ckpttool.analysis.layout import layout
+from ckpttool.analysis.texts import title
 from ckpttool.messages import printable
 from ckpttool.pages import page
 

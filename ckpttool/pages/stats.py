@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.json_report import as_plain, title
+from ckpttool.analysis.json_report import as_plain
 from ckpttool.analysis.layout import Folding, folded_name, layer_of
+from ckpttool.analysis.texts import title
 from ckpttool.pages import page
 
 if TYPE_CHECKING:

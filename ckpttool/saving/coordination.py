@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from ckpttool.errors import CkptError
 from ckpttool.messages import brief
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+TIMEOUT = 1800.0
+"""Default of ``timeout``: seconds that a rank may lag."""
 SHORTEST_PAUSE = 0.001
 """Minimum seconds between two queries of the store."""
 LONGEST_PAUSE = 0.25
+"""Maximum seconds between two queries of the store; many ranks query one server."""
 PAUSE_GROWTH = 1.15
 """A pause is a seventh of the time waited so far."""
-"""Maximum seconds between two queries of the store; many ranks query one server."""
 DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
 ACKNOWLEDGE_SECONDS = 10.0
@@ -51,64 +54,191 @@ class Store(Protocol):
         """Delete a value."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt(Generic[T]):
+    """What a function has returned, or its error, which is raised after all ranks have it."""
+
+    value: T | None = None
+    error: BaseException | None = None
+
+    def result(self) -> T:
+        """Return the value, or raise the error."""
+        self.check()
+        return cast("T", self.value)
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            raise self.error
+
+
+def attempt(function: Callable[[], T]) -> Attempt[T]:
+    """Call a function that may fail on one rank, or be interrupted there."""
+    try:
+        return Attempt(function())
+    except BaseException as error:
+        return Attempt(error=error)
+
+
 class Ranks:
     """The ranks of a run.
 
     Uses no process group of the train loop, so that a background thread can agree while the loop trains, and so that
     errors can name a missing rank.
 
+    Each method is called on every rank, and returns on all of them or raises the same error on all of them. A call that
+    not all ranks make times out on those that do. A rank that did not make it skips it in its next call, unless that
+    has the same ``what`` and ``call``: then this rank was only late, and gets the same error.
+
     Args:
         rank: Number of this rank.
         size: Number of ranks.
         store: A store that all ranks reach.
         name: Prefix of the keys; the same on all ranks, and unique.
+        timeout: Seconds that a rank may lag.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, name: str) -> None:
+    def __init__(self, rank: int, size: int, store: Store, name: str, *, timeout: float = TIMEOUT) -> None:
         self.rank = rank
         self.size = size
+        self.timeout = timeout
         self._store = store
         self._name = name
-        self._round = 0
-        self._old_keys: list[str] = []
+        self._number = 0
+        self._before: tuple[_Round, list[str]] = _Round(store, name, ""), []
 
-    def agree(
+    def exchange(
         self,
         what: str,
-        message: Any,
-        decide: Callable[[list[Any]], Any],
+        own: Callable[[], Any],
+        decide: Callable[[list[Any]], R],
         *,
-        timeout: float,
+        refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
         last: bool = False,
-        call: Any = None,
-    ) -> Any:
-        """Send a message to rank 0, and return its decision on the messages of all ranks.
-
-        A call that not all ranks make times out on those that do. A rank that did not make it skips it in its next
-        call, unless that has the same ``what`` and ``call``: then this rank was only late, and gets the same error.
+    ) -> R:
+        """Return the decision of rank 0 on a value of each rank.
 
         Args:
             what: Name of the task, for error messages.
-            message: Message of this rank: JSON data.
-            decide: Called on rank 0 with the messages of all ranks; returns JSON data. An error of ``decide`` is raised
-                on every rank.
-            timeout: Seconds to wait for the other ranks.
-            last: Whether to wait until all ranks have the decision.
+            own: Returns the value of this rank: JSON data.
+            decide: Called on rank 0 with the values of all ranks, if none failed; returns JSON data.
+            refuse: Called on rank 0 with the errors of the ranks that failed, after all ranks have sent their value or
+                error; returns the error to raise. Default: the first one, with its rank.
+            last: Whether rank 0 waits until all ranks have the decision.
+
+        Raises:
+            CkptError: ``own`` failed on a rank, or ``decide`` on rank 0.
+            RankError: A rank sent no value in time.
+        """
+        return self._agree(what, attempt(own), decide, refuse=refuse, last=last)
+
+    def together(self, what: str, own: Callable[[], T], asked: Mapping[str, Any] | None = None) -> T:
+        """Return the value of a function on this rank, if all ranks have the same arguments and it fails on none.
+
+        Arguments and errors are as for ``begin``.
+        """
+        value, _ = self.begin(what, asked or {}, own, lambda _: None)
+        return value
+
+    def begin(
+        self,
+        what: str,
+        asked: Mapping[str, Any],
+        own: Callable[[], T],
+        decide: Callable[[T], R],
+        *,
+        hints: Mapping[str, str] | None = None,
+    ) -> tuple[T, R]:
+        """Check that all ranks are ready and have the same arguments, before any of them waits in a collective.
+
+        Args:
+            what: Name of the task, for error messages.
+            asked: JSON data that must be the same on all ranks.
+            own: Returns a value of this rank; raises an error on a rank that is not ready.
+            decide: Called on rank 0 with its value, if all ranks are ready; returns JSON data.
+            hints: By argument, the hint of the error if it differs.
+
+        Returns:
+            The value of this rank, and the decision of rank 0.
+
+        Raises:
+            CkptError: As for ``exchange``.
+            RankError: A rank has other arguments, or sent none in time.
+        """
+        ready = attempt(own)
+
+        def decide_if_same(messages: list[Any]) -> R:
+            check_same(what, messages, hints or {})
+            return decide(ready.result())
+
+        told = Attempt(dict(asked), ready.error)
+        decided = self._agree(what, told, decide_if_same, call=dict(asked), kind=sorted(asked))
+        return ready.result(), decided
+
+    def on_first(self, what: str, decide: Callable[[], R], *, call: Any = None) -> R:
+        """Call a function on rank 0; return its JSON result, or raise its error, on all ranks.
+
+        Rank 0 waits until the others have the result: its process may end then, and may run their store.
+
+        Args:
+            what: Name of the task, for error messages.
+            decide: The function.
             call: JSON data that differs between two calls with the same ``what``, such as the step.
 
         Raises:
-            RankError: A rank sent no message in time.
             CkptError: The error of ``decide``.
+            RankError: A rank made no call in time.
         """
+        return self._agree(what, Attempt(None), lambda _: decide(), last=True, call=call, kind="on_first")
+
+    def _agree(
+        self,
+        what: str,
+        own: Attempt[Any],
+        decide: Callable[[list[Any]], R],
+        *,
+        refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
+        last: bool = False,
+        call: Any = None,
+        kind: Any = None,
+    ) -> R:
+        """Send a value or an error to rank 0, and return its decision on the values of all ranks.
+
+        ``kind`` is JSON data that is the same on ranks that make the same call.
+        """
+        failed = None if own.error is None else _as_ckpt_error(what, own.error)
+        if failed is not own.error:
+            LOG.warning("%s: this rank failed", what, exc_info=own.error)
+        message = {"kind": kind, "value": own.value, "error": None if failed is None else error_to_data(failed)}
+
+        def decide_if_none_failed(messages: list[Any]) -> R:
+            if any(other["kind"] != kind for other in messages):
+                raise RankError(what, "ranks are in different calls", "make the same calls on every rank, in one order")
+            failures = {rank: error_from_data(m["error"]) for rank, m in enumerate(messages) if m["error"] is not None}
+            if failures:
+                raise _first_of(failures, self.size) if refuse is None else refuse(failures)
+            return decide([other["value"] for other in messages])
+
+        try:
+            return cast("R", self._decided(what, message, decide_if_none_failed, last=last, call=call))
+        except CkptError as error:
+            if own.error is not None and not isinstance(own.error, Exception):
+                raise own.error from None  # an interrupt
+            raise error from own.error
+
+    def _decided(self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, last: bool, call: Any) -> Any:
+        """Send a message to rank 0, and return its decision, or raise its error."""
         own = json.loads(json.dumps([what, call]))
-        end = time.monotonic() + timeout
+        end = time.monotonic() + self.timeout
         while True:
-            self._round += 1
-            key = f"{self._name}/{self._round}"
-            decision = self._decision(key, what, own, message, decide, end, timeout)
+            self._number += 1
+            now = _Round(self._store, f"{self._name}/{self._number}", what)
+            decision = self._decision(now, own, message, decide, end)
             timed_out = decision.get("timed_out")
             concerned = timed_out is None or timed_out == own
-            self._acknowledge(key, what, wait=last and concerned, keep=timed_out is not None)
+            now.add(ACKNOWLEDGED)
+            if self.rank == 0:
+                self._tidy(now, wait=last and concerned, keep=timed_out is not None)
             if concerned:
                 break
             LOG.warning("rank %d left out a call: %s", self.rank, error_from_data(decision["error"]))
@@ -117,95 +247,117 @@ class Ranks:
         return decision["value"]
 
     def _decision(
-        self,
-        key: str,
-        what: str,
-        own: Any,
-        message: Any,
-        decide: Callable[[list[Any]], Any],
-        end: float,
-        timeout: float,
+        self, now: _Round, own: Any, message: Any, decide: Callable[[list[Any]], Any], end: float
     ) -> dict[str, Any]:
         """Send the message of this rank, and return the decision; ``timed_out`` in it is a call that timed out."""
-        decided = f"{key}/decision"
-        if self.rank == 0 or not self._check([decided], what):
-            self._put(f"{key}/{self.rank}", message, what)
-            self._call(what, self._store.add, f"{key}/count", 1)
+        if self.rank == 0 or not now.has(DECISION):
+            now.put(str(self.rank), message)
+            now.add(SENT)
         if self.rank == 0:
-            self._put(decided, self._decide(key, what, own, decide, end), what)
-        elif not self._wait(lambda: self._check([decided], what), end + DECISION_SECONDS):
-            self._put(f"{key}/given_up", own, what)
-            raise RankError(what, f"rank 0 was not heard of for {timeout + DECISION_SECONDS:,.0f} s", _log_hint(0))
-        decision: dict[str, Any] = json.loads(self._call(what, self._store.get, decided))
-        return decision
+            now.put(DECISION, self._decide(now, own, decide, end))
+        elif not _wait(lambda: now.has(DECISION), end + DECISION_SECONDS):
+            now.put(GIVEN_UP, own)
+            seconds = self.timeout + DECISION_SECONDS
+            raise RankError(now.what, f"rank 0 was not heard of for {seconds:,.0f} s", _log_hint(0))
+        found: dict[str, Any] = now.get(DECISION)
+        return found
 
-    def _decide(self, key: str, what: str, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
-        given_up = [f"{key}/given_up"]
-        self._wait(lambda: self._message_count(key, what) >= self.size or self._check(given_up, what), end)
-        if self._check(given_up, what):  # this rank did not make a call, or was late
-            call = json.loads(self._call(what, self._store.get, given_up[0]))
+    def _decide(self, now: _Round, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
+        """Wait for all messages, and decide, on rank 0."""
+        _wait(lambda: now.count(SENT) >= self.size or now.has(GIVEN_UP), end)
+        if now.has(GIVEN_UP):  # this rank did not make a call, or was late
+            call = now.get(GIVEN_UP)
             return {"error": error_to_data(late_error(call[0], [0])), "timed_out": call}
-        if self._message_count(key, what) < self.size:
-            late = [r for r in range(self.size) if not self._check([f"{key}/{r}"], what)]
-            return {"error": error_to_data(late_error(what, late)), "timed_out": own}
-        messages = [json.loads(self._call(what, self._store.get, f"{key}/{r}")) for r in range(self.size)]
-        if len({frozenset(m) if isinstance(m, dict) else None for m in messages}) > 1:
-            hint = "make the same calls on every rank, in one order"
-            return {"error": error_to_data(RankError(what, "ranks are in different calls", hint))}
+        if now.count(SENT) < self.size:
+            late = [rank for rank in range(self.size) if not now.has(str(rank))]
+            return {"error": error_to_data(late_error(now.what, late)), "timed_out": own}
+        messages = [now.get(str(rank)) for rank in range(self.size)]
         try:
             return {"value": decide(messages)}
         except CkptError as error:
             return {"error": error_to_data(error)}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            return {"error": error_to_data(RankError(what, f"rank 0 failed with {text}", "see its log"))}
+            return {"error": error_to_data(RankError(now.what, f"rank 0 failed with {text}", "see its log"))}
 
-    def _acknowledge(self, key: str, what: str, *, wait: bool, keep: bool) -> None:
-        """Count the ranks that have the decision; rank 0 deletes the keys of the previous round.
+    def _tidy(self, now: _Round, *, wait: bool, keep: bool) -> None:
+        """Delete the keys of the round before, on rank 0.
 
-        With ``keep`` the decision is not deleted: ranks that did not make the call read it in their next one, however
-        late.
+        Args:
+            now: The round.
+            wait: Whether to wait until all ranks have its decision.
+            keep: Whether to keep its decision: ranks that did not make the call read it in their next one.
         """
-        acknowledged = f"{key}/acknowledged"
-        self._call(what, self._store.add, acknowledged, 1)
-        if self.rank:
-            return
         if wait:
-            self._wait(
-                lambda: self._call(what, self._store.add, acknowledged, 0) >= self.size,
-                time.monotonic() + ACKNOWLEDGE_SECONDS,
-            )
-        for old in self._old_keys:
-            self._call(what, self._store.delete_key, old)
-        names = [*map(str, range(self.size)), "count", "acknowledged", *(("given_up",) if keep else ("decision",))]
-        self._old_keys = [f"{key}/{name}" for name in names]
+            _wait(lambda: now.count(ACKNOWLEDGED) >= self.size, time.monotonic() + ACKNOWLEDGE_SECONDS)
+        before, names = self._before
+        for name in names:
+            before.delete(name)
+        self._before = now, [*map(str, range(self.size)), SENT, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
 
-    def _message_count(self, key: str, what: str) -> int:
-        return int(self._call(what, self._store.add, f"{key}/count", 0))
 
-    def _put(self, key: str, value: Any, what: str) -> None:
-        self._call(what, self._store.set, key, json.dumps(value))
+SENT, DECISION, ACKNOWLEDGED, GIVEN_UP = "count", "decision", "acknowledged", "given_up"
 
-    def _check(self, keys: list[str], what: str) -> bool:
-        return bool(self._call(what, self._store.check, keys))
 
-    @staticmethod
-    def _call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+class _Round:
+    """The values of one exchange in the store, as JSON data, in this order.
+
+    * ``RANK``: the message of that rank; ``SENT`` counts them.
+    * ``GIVEN_UP``: the call of a rank that rank 0 has kept waiting too long. Rank 0 decides when all have sent their
+      message, when a rank has given up, or after the timeout; the last two are the error of a late call.
+    * ``DECISION``: a value or an error for all ranks; with ``timed_out``, the call that was late.
+    * ``ACKNOWLEDGED``: the number of ranks that have read the decision. In the next round rank 0 deletes the others; it
+      keeps the decision of a late call.
+
+    Args:
+        store: The store.
+        prefix: Prefix of the keys.
+        what: Name of the task, for errors.
+    """
+
+    def __init__(self, store: Store, prefix: str, what: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.what = what
+
+    def put(self, name: str, value: Any) -> None:
+        self._call(self._store.set, self._key(name), json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        return json.loads(self._call(self._store.get, self._key(name)))
+
+    def has(self, name: str) -> bool:
+        return bool(self._call(self._store.check, [self._key(name)]))
+
+    def add(self, name: str) -> None:
+        self._call(self._store.add, self._key(name), 1)
+
+    def count(self, name: str) -> int:
+        return int(self._call(self._store.add, self._key(name), 0))
+
+    def delete(self, name: str) -> None:
+        self._call(self._store.delete_key, self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except RuntimeError as error:  # base class of torch's DistNetworkError and DistStoreError
             problem = "the store of the ranks cannot be reached"
-            raise RankError(what, problem, "the process that holds it may have ended: see the log of rank 0") from error
+            hint = "the process that holds it may have ended: see the log of rank 0"
+            raise RankError(self.what, problem, hint) from error
 
-    @staticmethod
-    def _wait(condition: Callable[[], bool], end: float) -> bool:
-        pause = SHORTEST_PAUSE
-        while not condition():
-            if time.monotonic() >= end:
-                return False
-            time.sleep(pause)
-            pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE)
-        return True
+
+def _wait(condition: Callable[[], bool], end: float) -> bool:
+    pause = SHORTEST_PAUSE
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(pause)
+        pause = min(PAUSE_GROWTH * pause, LONGEST_PAUSE)
+    return True
 
 
 class Alone(Ranks):
@@ -214,108 +366,47 @@ class Alone(Ranks):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
-    def agree(
+    def _agree(
         self,
         what: str,
-        message: Any,
-        decide: Callable[[list[Any]], Any],
+        own: Attempt[Any],
+        decide: Callable[[list[Any]], R],
         *,
-        timeout: float,
+        refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
         last: bool = False,
         call: Any = None,
-    ) -> Any:
-        """Return the decision on the only message."""
-        return decide([message])
+        kind: Any = None,
+    ) -> R:
+        """Return the decision on the only value."""
+        if isinstance(own.error, Exception) and refuse is not None:
+            raise refuse({0: _as_ckpt_error(what, own.error)}) from own.error
+        return decide([own.result()])
 
 
-def agree_to_begin(
-    ranks: Ranks,
-    what: str,
-    arguments: Mapping[str, Any],
-    check: Callable[[], None],
-    *,
-    timeout: float,
-    decide: Callable[[], Any] | None = None,
-    hints: Mapping[str, str] | None = None,
-) -> Any:
-    """Check that all ranks are ready and have the same arguments, before any of them waits in a collective.
-
-    Args:
-        ranks: The ranks.
-        what: Name of the task, for error messages.
-        arguments: JSON data that must be the same on all ranks.
-        check: Raises an error on a rank that is not ready.
-        timeout: Seconds that a rank may lag.
-        decide: Called on rank 0 if all ranks are ready; returns JSON data for all ranks.
-        hints: By argument, the hint of the error if it differs.
+def check_same(what: str, arguments: Sequence[Mapping[str, Any]], hints: Mapping[str, str]) -> None:
+    """Compare the arguments of all ranks with the arguments of the first.
 
     Raises:
-        RankError: Another rank is late, is not ready or has other arguments.
-        Exception: The error of ``check`` on this rank.
+        RankError: A rank has another argument.
     """
-    own: Exception | None = None
-    try:
-        check()
-    except Exception as error:  # raised below, after the other ranks have the message
-        own = error
-    message = {"arguments": dict(arguments), "error": None if own is None else _in_words(own)}
-
-    def decide_to_begin(messages: list[Any]) -> Any:
-        for rank, other in enumerate(messages):
-            if other["error"]:
-                raise RankError(what, f"rank {rank}: {other['error']}", "nothing was changed")
-        first = messages[0]["arguments"]
-        for rank, other in enumerate(messages):
-            for name, value in other["arguments"].items():
-                if value != first[name]:
-                    problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
-                    raise RankError(what, problem, (hints or {}).get(name, "give all ranks the same"))
-        return None if decide is None else decide()
-
-    try:
-        return ranks.agree(what, message, decide_to_begin, timeout=timeout, call=message["arguments"])
-    except CkptError:
-        if own is not None:
-            raise own from None
-        raise
+    first = arguments[0]
+    for rank, other in enumerate(arguments):
+        for name, value in other.items():
+            if value != first[name]:
+                problem = f"rank 0 has {name} {brief(first[name], 200)}, rank {rank} has {brief(value, 200)}"
+                raise RankError(what, problem, hints.get(name, "give all ranks the same"))
 
 
-def exchange(ranks: Ranks, what: str, own: Callable[[], T], decide: Callable[[list[T]], R], *, timeout: float) -> R:
-    """Return the decision of rank 0 on a value of each rank; an error of any rank is raised on all.
-
-    Args:
-        ranks: The ranks.
-        what: Name of the task, for error messages.
-        own: Returns the value of this rank: JSON data.
-        decide: Called on rank 0 with the values of all ranks; returns JSON data.
-        timeout: Seconds that a rank may lag.
-
-    Raises:
-        CkptError: The error of ``own`` on the first rank that failed, with its number, or of ``decide``.
-        RankError: A rank sent no value in time.
-    """
-    message: dict[str, Any] = {"value": None, "error": None}
-    try:
-        message["value"] = own()
-    except CkptError as error:
-        message["error"] = error_to_data(error)
-    except Exception as error:
-        LOG.warning("%s: this rank failed", what, exc_info=error)
-        message["error"] = error_to_data(RankError(what, f"{type(error).__name__}: {error}", "see its log"))
-
-    def decided(messages: list[Any]) -> R:
-        for rank, other in enumerate(messages):
-            if other["error"] is not None:
-                failed = error_from_data(other["error"])
-                raise type(failed)(failed.path, f"rank {rank}: {failed.problem}", failed.hint, failed.options)
-        return decide([other["value"] for other in messages])
-
-    found: R = ranks.agree(what, message, decided, timeout=timeout)
-    return found
+def _first_of(failures: Mapping[int, CkptError], size: int) -> CkptError:
+    """Return the error of the first rank that failed, with its number, unless all ranks have the same error."""
+    rank, failed = next(iter(failures.items()))
+    if len(failures) == size and len({error.args for error in failures.values()}) == 1:
+        return failed
+    return type(failed)(failed.path, f"rank {rank}: {failed.problem}", failed.hint, failed.options)
 
 
-def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
+def _as_ckpt_error(what: str, error: BaseException) -> CkptError:
+    return error if isinstance(error, CkptError) else RankError(what, f"{type(error).__name__}: {error}", "see its log")
 
 
 def late_error(what: str, late: list[int]) -> RankError:

@@ -97,7 +97,6 @@ def save(
     request: Request,
     files: Sequence[OutgoingFile],
     *,
-    timeout: float,
     failed: CkptError | None = None,
     digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Manifest:
@@ -110,7 +109,6 @@ def save(
         request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; ``root_files`` are each
             rank's own; other fields count on rank 0.
         files: The files of this rank.
-        timeout: Seconds that a rank may lag.
         failed: Error of this rank that makes the save fail.
         digests: Called after the files are written; returns this rank's digests of its state (``RankDigest.to_json``),
             or None; of several engines, of each by its name.
@@ -120,28 +118,32 @@ def save(
         CkptError: The checkpoint exists, or the storage has too little space.
     """
     claim = Claim(storage, root, request.tag)
-    offer = {
-        "tag": request.tag,
-        "step": request.step,
-        "nbytes": sum(f.nbytes for f in files),
-        "names": [f.name for f in files],
-        "error": None if failed is None else str(failed),
-    }
+    refuse = partial(_not_saved, claim)
     try:
-        attempt = ranks.agree(
-            claim.directory, offer, lambda offers: _begin(storage, root, claim, request, offers), timeout=timeout
-        )
-        written = _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()}
-        fields = ranks.agree(
+        attempt = ranks.exchange(
             claim.directory,
-            written,
-            lambda results: _finish(storage, root, claim, request, results),
-            timeout=timeout,
+            own=partial(_offer, request, files, failed),
+            decide=partial(_begin, storage, root, claim, request),
+            refuse=refuse,
+        )
+        fields = ranks.exchange(
+            claim.directory,
+            own=lambda: _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()},
+            decide=partial(_finish, storage, root, claim, request),
+            refuse=refuse,
             last=True,
         )
         return Manifest(**fields)
     finally:
         claim.release()
+
+
+def _offer(request: Request, files: Sequence[OutgoingFile], failed: CkptError | None) -> dict[str, Any]:
+    """Step 1, on every rank: return the names and the bytes of its files."""
+    if failed is not None:
+        raise failed
+    names = [file.name for file in files]
+    return {"tag": request.tag, "step": request.step, "nbytes": sum(file.nbytes for file in files), "names": names}
 
 
 def _begin(
@@ -150,10 +152,9 @@ def _begin(
     """Step 1, on rank 0: check that the save can begin, and claim its directory; return the attempt's identifier.
 
     Raises:
-        RankError: A rank failed, or the ranks do not agree.
+        RankError: The ranks do not agree.
         StorageError: The directory must not be written, or the storage has too little space.
     """
-    _raise_failures(claim.directory, offers)
     for rank, offer in enumerate(offers):
         if (offer["tag"], offer["step"]) != (request.tag, request.step):
             problem = f"rank 0 saves it at step {request.step}, rank {rank} {offer['tag']!r} at step {offer['step']}"
@@ -186,25 +187,17 @@ def _write(
     files: Sequence[OutgoingFile],
     attempt: str,
 ) -> dict[str, Any]:
-    """Step 2, on every rank: write its files; return their checksums, or its error: the other ranks wait for either."""
-    result: dict[str, Any] = {"files": {}, "error": None}
-    try:
-        if ranks.rank:
-            claim.wait(attempt)
-        else:
-            claim.check()
-        outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
-        sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check)
-        result["files"] = {file.name: _to_message(one) for file, one in zip(outgoing, sums, strict=True)}
-        if request.root_files:
-            claim.check()
-            _write_root_files(storage, root, request.root_files)
-    except CkptError as error:
-        result["error"] = str(error)
-    except Exception as error:
-        LOG.exception("this rank's files were not written")
-        result["error"] = f"{type(error).__name__}: {error}"
-    return result
+    """Step 2, on every rank: write its files; return their checksums."""
+    if ranks.rank:
+        claim.wait(attempt)
+    else:
+        claim.check()
+    outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
+    sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check)
+    if request.root_files:
+        claim.check()
+        _write_root_files(storage, root, request.root_files)
+    return {"files": {file.name: _to_message(one) for file, one in zip(outgoing, sums, strict=True)}}
 
 
 def _finish(
@@ -213,14 +206,12 @@ def _finish(
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.
 
     Raises:
-        RankError: A rank failed.
         CkptError: The commit failed.
     """
     latest = posixpath.join(root, LATEST)
     named: str | None = None
     committed = False
     try:
-        _raise_failures(claim.directory, results)
         files = {name: _from_message(one) for result in results for name, one in result["files"].items()}
         unsigned = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
         if request.sign_key is not None and unsigned is not None:
@@ -347,12 +338,14 @@ def _from_message(message: Sequence[Any]) -> Checksums:
     )
 
 
-def _raise_failures(directory: str, messages: Sequence[Mapping[str, Any]]) -> None:
-    failures = [(rank, message["error"]) for rank, message in enumerate(messages) if message["error"]]
-    if failures:
-        rank, text = failures[0]
-        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        raise RankError(directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
+def _not_saved(claim: Claim, failures: Mapping[int, CkptError]) -> RankError:
+    """Remove the files of a save that failed on some ranks; return its error, on rank 0."""
+    if claim.attempt:
+        claim.undo()  # all ranks have sent a result or an error, so no rank writes any more
+    rank, first = next(iter(failures.items()))
+    text = first.problem if first.path == claim.directory else str(first)
+    more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+    return RankError(claim.directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
 
 
 def settle(storage: WritableStorage, root: str, tag: str) -> None:

@@ -47,6 +47,8 @@ def open_direct(path: str, directory: Directory | None = None) -> int:
         path: Path of the file, or its name in ``directory``.
         directory: Directory of the file.
     """
+    if not hasattr(os, "O_DIRECT"):  # macOS
+        return -1
     flags = os.O_WRONLY | os.O_DIRECT
     with contextlib.suppress(OSError):
         if directory is not None:

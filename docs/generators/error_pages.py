@@ -1,4 +1,4 @@
-"""Write the page fragment that lists every error message, with one anchor for each."""
+"""Write a page for each class of error, which lists its messages with one anchor for each, and their index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ TITLES = {
     "CkptError": "CkptError: ranks that fail together, and findings of verify",
     "ProofError": "ProofError: the live state differs from the saved one",
 }
-"""Headings of the public classes, in the order of the page."""
+"""Headings of the public classes, in the order of the index."""
+USE = (
+    "The first text is the problem. The next steps name Python parameters; the command line shows the options instead."
+)
 
 
 def anchored(messages: Iterable[Message]) -> dict[str, list[Message]]:
@@ -53,19 +56,22 @@ def pattern(text: str) -> re.Pattern[str]:
     return re.compile(".*".join(re.escape(p) for p in parts), re.DOTALL)
 
 
-def write(path: Path) -> None:
-    """Write the fragment."""
-    lines: list[str] = []
+def write(directory: Path) -> None:
+    """Write the pages into a directory, and beside it ``errors.md``, the index."""
+    directory.mkdir(exist_ok=True)
+    index = ["| class | messages |", "| --- | --- |"]
     places = anchored(read_messages())
     for kind, title in TITLES.items():
-        lines += [f"### {title}", ""]
+        lines = [f"# {title}", "", USE, ""]
         of_kind = {a: ms for a, ms in places.items() if public_class(ms[0].kind) == kind}
         for anchor, messages in of_kind.items():
             lines += [f"(error-{anchor})=", ""]
             lines += [" or ".join(dict.fromkeys(_code(m.problem) for m in messages))]
             hints = list(dict.fromkeys(h for m in messages for h in m.hints))
             lines += [f": {_hints(hints)}", "", f"  {_where(messages)}", ""]
-    path.write_text("\n".join(lines), encoding="utf-8")
+        (directory / f"{kind}.md").write_text("\n".join(lines), encoding="utf-8")
+        index.append(f"| {{doc}}`{title} <_generated/errors/{kind}>` | {len(of_kind)} |")
+    directory.with_suffix(".md").write_text("\n".join([*index, ""]), encoding="utf-8")
 
 
 def _hints(hints: list[str]) -> str:

@@ -177,7 +177,7 @@ def commit(root: Path, tag: str, step: int, fixture: str, *, overwrite: bool = F
     """Save as ckpttool does."""
     request = Request(tag, step, 2, overwrite=overwrite, skipped=skipped)  # type: ignore[arg-type]
     files = [PlainFile(name, HostPayload(data)) for name, data in files_of(fixture).items()]
-    save(LOCAL, str(root), Alone(), request, files, timeout=5.0)
+    save(LOCAL, str(root), Alone(), request, files)
 
 
 def _write(folder: Path, models: dict[str, str]) -> None:

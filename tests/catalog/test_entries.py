@@ -10,7 +10,7 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import rotate
-from ckpttool.catalog.entries import trainer_commits
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.scan import commits, scan
 from ckpttool.storage import aside_name

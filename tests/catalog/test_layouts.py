@@ -452,6 +452,7 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
     assert (_listed(src), _resumed(src)) == (row.lists, row.resumes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"

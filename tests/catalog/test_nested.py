@@ -41,6 +41,7 @@ def test_a_pinned_checkpoint_stays_whole(run: Path, thin: str | None) -> None:
     assert api.ls(run).entries[0].pin is None
 
 
+@pytest.mark.linux
 def test_leftovers_of_a_killed_thinning_are_cleared_away(run: Path) -> None:
     location = Path(api.inspect(run / "checkpoint_000000").location)
     (location / "model.safetensors").write_text("half")

@@ -9,9 +9,9 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain, rotate
-from ckpttool.catalog.entries import last_commit, run_commits
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.runs import last_commit, run_commits
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, open_storage
 from tests.faults.s3_proxy import Proxy

@@ -13,9 +13,10 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
-from ckpttool.catalog.entries import directory_name, last_commit, run_commits
 from ckpttool.catalog.restore_order import Saved, candidates, contradiction, find, newest_first
 from ckpttool.catalog.retention import Rules
+from ckpttool.catalog.runs import last_commit, run_commits
+from ckpttool.catalog.snapshot import directory_name
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
 from ckpttool.saving.coordination import Alone
@@ -121,6 +122,7 @@ def test_each_commit_names_the_one_before_it(tmp_path: Path) -> None:
     assert [m.parent for m in manifests[1:]] == [m.attempt for m in manifests[:2]]
 
 
+@pytest.mark.linux
 def test_leftovers_with_future_times_are_removed_and_a_live_save_stays(tmp_path: Path) -> None:
     mark = {"key": "save 1", "files": [], **marks.identity()}
     for name, process in (("dead", -1), ("live", os.getppid())):
@@ -188,7 +190,7 @@ def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) ->
     for number, step in enumerate((10, 20, 30, 15, 25), 1):
         request = Request("global", step, 2, before=before, sidecars=SIDECARS)
         root = str(tmp_path / directory_name(step, number, f"{10 - number:08x}"))
-        save(LOCAL, root, Alone(), request, part(version(0), 0, 1), timeout=5.0)
+        save(LOCAL, root, Alone(), request, part(version(0), 0, 1))
         before = last_commit(LOCAL, str(tmp_path))
         assert before[1] == number
     assert [c.step for c in run_commits(LOCAL, str(tmp_path))] == [25, 15, 30, 20, 10]

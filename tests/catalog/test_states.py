@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 import ckpttool
-from ckpttool.catalog.entries import run_commits, trainer_commits
 from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.runs import run_commits, trainer_commits
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError

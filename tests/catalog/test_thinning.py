@@ -257,7 +257,7 @@ def test_signed_checkpoints_need_the_key_and_stay_signed(tmp_path: Path) -> None
     from tests.saving.checkpoints import part
 
     key = b"k" * 32
-    save(LOCAL, str(tmp_path), Alone(), Request("step1", 1, 2, sign_key=key), part(version(0), 0, 1), timeout=5.0)
+    save(LOCAL, str(tmp_path), Alone(), Request("step1", 1, 2, sign_key=key), part(version(0), 0, 1))
     with refused(CkptError):
         _thin(tmp_path / "step1")
     with refused(CkptError):

@@ -11,7 +11,7 @@ import pytest
 
 import ckpttool
 from ckpttool.catalog.cleanup import maintain
-from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.restore_order import newest
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.manifest import read_manifest

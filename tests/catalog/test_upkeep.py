@@ -18,7 +18,7 @@ import ckpttool as api
 from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog import cleanup, entries, retention, thinning
 from ckpttool.catalog.cleanup import maintain, remove_left_over_files, rotate
-from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Decision, Rules, decide
 from ckpttool.commit.manifest import Manifest, read_manifest
@@ -163,16 +163,17 @@ def _set_step(directory: Path, step: int, **changes: Any) -> None:
 
 def test_dry_run_says_which_why_and_how_much(root: Path) -> None:
     before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
-    told = json.loads(ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--dry-run", "--json").stdout)
+    done = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--dry-run", "--json")
+    told = json.loads(done.stdout)["decisions"]
     assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
     assert [(d["keep"], d["thin"], d["freed"] > 0) for d in told] == [
         (True, "bf16", True), (True, "bf16", True), (True, None, False), (True, None, False),
     ]  # fmt: skip
     sizes = {e.name: e.nbytes for e in api.ls(root).entries}
-    done = api.prune(root, keep_last=2, thin="bf16")
-    assert [d.freed for d in done] == [d["freed"] for d in told]
+    made = api.prune(root, keep_last=2, thin="bf16")
+    assert [d.freed for d in made] == [d["freed"] for d in told]
     after = {e.name: e.nbytes for e in api.ls(root).entries}
-    for d in done:  # but for the manifest, which lists other files
+    for d in made:  # but for the manifest, which lists other files
         assert abs(sizes[d.entry.name] - after[d.entry.name] - d.freed) < 2000
     lines = ckpttool("ls", root).stdout.splitlines()
     assert "thin bf16" in lines[1]
@@ -303,6 +304,7 @@ def test_the_trainers_rotation_keeps_pinned_and_thin_ones(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------- torn
 
 
+@pytest.mark.linux
 def test_prune_removes_what_is_torn_and_nothing_that_may_be_being_saved(root: Path) -> None:
     fixture = Path(source("zero2-dp2-bf16"), "global_step3")
     for name in ("step0_cut", "step0_fresh", "step9_dead", "step9_alive", "step9_far"):
@@ -349,6 +351,7 @@ def test_a_reader_that_does_not_know_the_files_removes_nothing(tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------- after a crash
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("committed", [False, True], ids=["before the commit", "after it"])
 def test_the_next_prune_and_the_next_save_clear_away(committed: bool, root: Path, tmp_path: Path) -> None:
     """A prune that was killed leaves a marker; prune and manager finish what it began."""
@@ -387,7 +390,7 @@ def test_prune_goes_on_after_a_checkpoint_that_cannot_be_thinned(root: Path) -> 
     found = ckpttool("prune", root, "--keep-last", 2, "--thin", "bf16", "--json")
     assert found.code == 3
     assert "step1: cannot be thinned: holds model.safetensors, which is in the way" in found.stderr
-    told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)]
+    told = [(d["entry"]["name"], d["thin"], d["keep"]) for d in json.loads(found.stdout)["decisions"]]
     assert told == [("step1", None, True), ("step2", "bf16", True), ("step3", None, True), ("step4", None, True)]
     assert not api.inspect(root / "step1").thin
     assert api.inspect(root / "step2").thin
@@ -464,6 +467,7 @@ def test_what_is_pinned_or_named_while_prune_works_stays(root: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.linux
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_prune(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     mark = {"key": "x", "files": ["model.safetensors"], "old": []}
     (root / "step1" / THINNING).write_text(json.dumps(mark))
@@ -658,6 +662,7 @@ def test_a_checkpoint_that_another_prune_is_thinning_is_left(root: Path, monkeyp
     assert api.inspect(root / "step1").thin
 
 
+@pytest.mark.linux
 def test_old_files_that_stay_after_a_thinning_are_named(root: Path) -> None:
     rule = Rule(Fail("EACCES"), "unlink", r"optim_states\.pt$", times=None)
     with watching(rule), refused(PruneError):
@@ -698,6 +703,7 @@ def test_a_dry_run_does_not_promise_to_thin_what_is_damaged(tmp_path: Path) -> N
     assert "damaged" not in ckpttool("prune", tmp_path, "--keep-last", 2, "--dry-run").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["tag", "weights", "dcp"])
 def test_what_a_cp_leaves_that_is_killed_at_any_unlink_is_removed(what: str, root: Path, tmp_path: Path) -> None:
     src, made = root / "step4", tmp_path / "made"

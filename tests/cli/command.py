@@ -46,7 +46,7 @@ class Outcome:
         assert line.startswith("Error: "), self
         if self.stdout:  # of --json
             failure = json.loads(self.stdout)
-            assert failure.keys() == {"error", "path", "hint"}, self
+            assert failure.keys() == {"version", "error", "path", "hint"}, self
             assert failure["error"] in line, self
         assert line.isprintable(), self
         return line

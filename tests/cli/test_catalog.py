@@ -11,12 +11,12 @@ import pytest
 
 import ckpttool as api
 from ckpttool.catalog import copy_plan
-from ckpttool.catalog.entries import CatalogEntry
+from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.errors import PlanError
 from ckpttool.storage import MARK, aside_name, open_storage
 from tests.cli.command import ckpttool, remains
-from tests.truth import NAMES, REPRESENTATIVE, source, truth
+from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
 from tests.wording import refused
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def test_only_checkpoints_without_a_rule_are_removed(root: Path) -> None:
         line.replace("would be removed", "removed").split() for line in dry.stdout.splitlines()
     ]
     assert sorted(set(before) - set(os.listdir(root))) == ["global_step9"]
-    decisions = json.loads(ckpttool("prune", root, "--keep-last", 1, "--json").stdout)
+    decisions = json.loads(ckpttool("prune", root, "--keep-last", 1, "--json").stdout)["decisions"]
     assert [(d["entry"]["name"], d["keep"]) for d in decisions] == [
         ("global_step10", False), ("global_step20", True), ("global_step100", True),
     ]  # fmt: skip
@@ -411,3 +411,14 @@ def test_a_half_written_directory_is_refused_here_too(root: Path, tmp_path: Path
         done = ckpttool(name, tmp_path / "out.partial")
         assert done.code == (1 if name == "verify" else 3)
         assert "left half-written by a killed run" in done.stdout + done.stderr
+
+
+def test_a_directory_of_roots_says_what_is_not_listed_and_why_a_row_has_no_format(tmp_path: Path) -> None:
+    for name in ("zero2-dp2-bf16", "zero2-dp2-bf16-trainer", "ds0.3.16-zero3-dp2-fp16"):
+        shutil.copytree(HERE / "checkpoints" / name, tmp_path / name)
+    (tmp_path / "logs").mkdir()
+    lines = ckpttool("ls", tmp_path, "--wide").stdout.splitlines()
+    assert len(lines) == 4
+    (unread,) = (line for line in lines if line.startswith("ds0.3.16"))
+    assert "a root of its own, with a checkpoint; lists its parameters without their groups" in unread
+    assert lines[-1].startswith("note: not listed: zero2-dp2-bf16-trainer, with checkpoints of their own")

@@ -225,6 +225,7 @@ def test_junk_in_model_states(name: str, place: tuple[Any, ...], checkpoint_copy
     _assert_harmless_at(checkpoint_copy(name), place, JUNK, "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "place"), OPTIMIZER_PLACES, ids=lambda p: p if isinstance(p, str) else str(p[-1]))
 def test_junk_in_optimizer_states(name: str, place: tuple[Any, ...], checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy(name)

@@ -23,6 +23,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool import errors
+from ckpttool.analysis.json_report import JSON_VERSION
 from ckpttool.catalog.retention import format_best
 from ckpttool.cli import COMMANDS, _output, cli
 from ckpttool.cli._errors import with_flags
@@ -123,12 +124,13 @@ def test_failure_exits_with_3_in_one_line(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_failure_is_told_as_json_too(
-    arguments: list[str], told: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = ckpttool(*arguments, "--json")
     code = 2 if told["path"].isupper() else 3  # of an argument, or of a checkpoint
     assert (done.code, done.stderr) == (code, ckpttool(*arguments).stderr)
+    told |= {"version": JSON_VERSION}
     assert json.loads(done.stdout) == told
     done = ckpttool(*arguments, "--json", "--debug")
     assert (done.code, json.loads(done.stdout)) == (code, told)
@@ -229,8 +231,8 @@ def test_options_are_called_as_the_functions_parameters(name: str) -> None:
 def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     told = _json("inspect", source(name))
     assert list(told) == [
-        "location", "root", "tag", "format", "stage", "topology", "mesh", "dtype", "deepspeed_version", "step",
-        "skipped_steps", "nbytes",
+        "version", "location", "root", "tag", "format", "stage", "topology", "mesh", "dtype", "deepspeed_version",
+        "step", "skipped_steps", "nbytes",
         "parameters", "buffers", "aliases", "groups", "unsliceable", "scheduler", "data_states", "loss_scaler",
         "client_state",
         "metrics", "provenance", "thin", "ds_config", "files", "notes", "remarks",
@@ -241,18 +243,18 @@ def test_json_of_every_kind_of_checkpoint(name: str, tmp_path: Path) -> None:
     assert list(told["files"][0]) == ["name", "nbytes", "kind", "rank", "model_rank"]
     assert [list(g) for g in told["groups"][:1]] in ([], [["parameters", "hyperparameters", "scalars"]])
     one = _json("inspect", source(name), "--param", told["parameters"][0]["name"])
-    assert list(one) == ["name", "states"]
+    assert list(one) == ["version", "name", "states"]
     state = next(iter(one["states"].values()))
     assert list(state) == ["dtype", "shape", "nbytes", "extents"]
     assert list(state["extents"][0])[:7] == [
         "file", "rank", "offset", "nbytes", "start", "numel", "padding",
     ]  # fmt: skip
     assert list(_json("verify", source(name), "--deep")) == [
-        "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked", "records_unrecorded", "unplaced",
-        "findings", "notes",
+        "version", "sound", "location", "tag", "deep", "files", "nbytes", "tensors", "records_checked",
+        "records_unrecorded", "unplaced", "findings", "notes",
     ]  # fmt: skip
     written = _json("consolidate", source(name), tmp_path / "out", "--to", "safetensors")
-    assert list(written) == ["written", "tensors", "elements", "dtype", "tied", "sidecars", "notes"]
+    assert list(written) == ["version", "written", "tensors", "elements", "dtype", "tied", "sidecars", "notes"]
     assert list(written["written"]) == [
         "out", "dry_run", "there", "files", "nbytes_read", "nbytes_written", "overflowed", "seconds", "digest",
         "checks", "needs", "kept",
@@ -514,9 +516,7 @@ def _callables() -> list[tuple[str, Callable[..., Any]]]:
         members = vars(value) if has_methods else {}
         found += [(f"{name}.{key}", member) for key, member in members.items() if python_inspect.isfunction(member)]
         found += [(name, value)] if python_inspect.isfunction(value) else []
-    of_integrations = {
-        f"CheckpointManager.{name}" for name in ("save_into", "begin_restore", "restore_first", "opener")
-    }
+    of_integrations = {f"CheckpointManager.{name}" for name in ("save_into", "begin_restore", "restore_first")}
     return [(n, value) for n, value in found if n not in of_integrations and not re.search(r"\._(?!_init__)", n)]
 
 

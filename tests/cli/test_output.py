@@ -15,7 +15,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors import safe_open
@@ -468,6 +468,29 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
         error = ckpttool_without_privileges("inspect", root, *options).error
         assert error == f"Error: {tag}: permission denied; check its permissions"
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "DIR"], ["inspect", "DIR"], ["prune", "DIR", "--keep-last", 1], ["diff", "DIR", "DIR"],
+        ["pin", "DIR", "--why", "paper"], ["stats", "DIR"], ["digest", "DIR"], ["cp", "DIR", "OUT"],
+        ["consolidate", "DIR", "OUT", "--to", "torch"], ["convert", "DIR", "OUT", "--to", "universal"],
+    ],
+    ids=lambda a: a[0],
+)  # fmt: skip
+def test_a_directory_that_may_not_be_read_is_a_failure_and_not_wrong_usage(
+    arguments: list[Any], open_directory: Path
+) -> None:
+    root = open_directory / "root"
+    shutil.copytree(CHECKPOINT, root)
+    paths = {"DIR": root, "OUT": open_directory / "out"}
+    command = [paths.get(a, a) for a in arguments]
+    assert ckpttool(*command).code == 0  # it imports all that the child may not be able to read
+    shutil.rmtree(paths["OUT"], ignore_errors=True)
+    root.chmod(0)
+    assert ckpttool_without_privileges(*command).error.startswith(f"Error: {root}: permission denied; ")
+    assert not paths["OUT"].exists()
 
 
 def test_directory_that_may_not_be_written_is_named(open_directory: Path) -> None:

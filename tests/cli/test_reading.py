@@ -193,7 +193,7 @@ def test_states_are_compared_too(checkpoint_copy: Callable[[str], Path]) -> None
 
 
 def test_statistics_are_those_of_torch() -> None:
-    (one,) = json.loads(ckpttool("stats", SRC, "--optimizer", "--json").stdout)
+    (one,) = json.loads(ckpttool("stats", SRC, "--optimizer", "--json").stdout)["checkpoints"]
     told = {(t["name"], t["state"]): t for t in one["tensors"]}
     facts = truth(NAME).facts
     for key, tensor in truth(NAME).tensors.items():
@@ -214,7 +214,7 @@ def test_values_that_are_not_finite_are_counted_and_left_out_of_the_rest(weights
     file = weights / "model.safetensors"
     for index, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0)):
         _change(file, "up.bias", index, value)
-    (one,) = json.loads(ckpttool("stats", weights, "--include", "up.bias", "--json").stdout)
+    (one,) = json.loads(ckpttool("stats", weights, "--include", "up.bias", "--json").stdout)["checkpoints"]
     (found,) = one["tensors"]
     rest = truth(NAME).tensors["fp32/up.bias"].double()[4:]
     assert (found["nan"], found["inf"], found["zeros"]) == (1, 2, 1)

@@ -6,15 +6,19 @@ import os
 import re
 import shutil
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 import pytest
+from rich.cells import cell_len
 
-from ckpttool.cli._tables import ELLIPSIS, Table, shortened
+import ckpttool as api
+from ckpttool.blocks import ELLIPSIS, Facts, Line, Table, shortened
 from tests.cli.command import ckpttool, in_terminal, plain
 from tests.truth import source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 CHECKPOINT, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16")
@@ -37,7 +41,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, *(pytest.param(width, marks=pytest.mark.slow) for width in (80, 120))])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_number_breaks_on_a_terminal(name: str, columns: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -55,23 +59,75 @@ def test_no_number_breaks_on_a_terminal(name: str, columns: int, tmp_path: Path)
     shown = [line for line in narrow if not line.startswith("needs: ")]  # the memory of this moment
     assert [number for line in shown for number in NUMBER.findall(line) if number not in known] == []
     assert max((len(line) for line in shown if "   " in line and CHECKPOINT not in line), default=0) <= columns
+    if columns > 60:
+        return
     wide = plain(in_terminal(*command, "--wide", columns=columns, code=whole.code, errors=False)).splitlines()
     assert [line for line in wide if line not in narrow[-1:] and "needs: " not in line] == [
         line for line in whole.stdout.splitlines() if "needs: " not in line and line not in narrow[-1:]
     ]
 
 
+RESULTS: dict[str, Callable[[], Any]] = {
+    "inspect": lambda: api.inspect(CHECKPOINT),
+    "verify": lambda: api.verify(CHECKPOINT, deep=True),
+    "diff": lambda: api.diff(CHECKPOINT, OTHER, all=True),
+    "digest": lambda: api.digest(CHECKPOINT),
+    "ls": lambda: api.ls(CHECKPOINT),
+    "consolidate": lambda: api.consolidate(CHECKPOINT, "out", to="safetensors", prove=True),
+    "average": lambda: api.average([CHECKPOINT, OTHER], "out", to="safetensors"),
+    "convert": lambda: api.convert(CHECKPOINT, "out", to="dcp", prove=True),
+    "cp": lambda: api.cp(CHECKPOINT, "out"),
+    "extract": lambda: api.extract(CHECKPOINT, "up.weight", "up.npy"),
+}
+OPTIONS = {
+    "verify": ["--deep"], "diff": [OTHER, "--all"], "consolidate": ["out", "--to", "safetensors", "--prove"],
+    "average": [OTHER, "out", "--to", "safetensors"], "convert": ["out", "--to", "dcp", "--prove"], "cp": ["out"],
+    "extract": ["up.weight", "up.npy"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_prints_as_its_command_does(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where in ("call", "command"):
+        (tmp_path / where).mkdir()
+    monkeypatch.chdir(tmp_path / "call")
+    result = RESULTS[name]()
+    monkeypatch.chdir(tmp_path / "command")
+    done = ckpttool(name, CHECKPOINT, *OPTIONS.get(name, ()))
+    took = re.compile(r"in \d+\.\d s")
+    assert took.sub("", f"{result}\n") == took.sub("", done.stdout)
+
+
+@pytest.mark.parametrize("name", sorted(RESULTS.keys() - {"inspect"}))
+def test_a_notebook_shows_the_tables_of_a_result(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = RESULTS[name]()
+    page = ElementTree.fromstring(  # noqa: S314  our own
+        f"<div>{result._repr_html_()}</div>"
+    )
+    for block in result.blocks():
+        cells = [cell for row in block.rows for cell in row] if isinstance(block, Table) else []
+        assert set(cells) <= {cell.text or "" for cell in page.iter("td")}
+
+
+def test_text_of_a_checkpoint_runs_nothing_in_a_notebook() -> None:
+    hostile = "<script>alert(1)</script>\x1b[31m"
+    for block in (Line(hostile), Facts([(hostile, hostile)]), Table([hostile], [[hostile]])):
+        assert "<script" not in block.html()
+        assert "\x1b" not in block.html()
+
+
 def test_a_narrow_table_says_what_it_leaves_out() -> None:
     columns, rows = ["name", "size", "why", "rare"], [["a" * 60, "123,456", "one two three " * 5, "9"]]
     table = Table(columns, rows, right=["size", "rare"], prose=["why"], rare=["rare"])
-    lines, less = table.fitted(60)
+    lines, less = table.fitted(60, cell_len)
     assert less
     assert lines[0].split() == ["name", "size", "why"]
     assert max(map(len, lines)) <= 60
     assert "123,456" in lines[1]
     assert ELLIPSIS in lines[1]
     assert " ".join(" ".join(line[40:].split()) for line in lines).count("three") >= 1
-    assert table.fitted(400) == (table.lines(), False)
+    assert table.fitted(400, cell_len) == (table.lines(), False)
 
 
 @pytest.mark.parametrize("width", range(1, 12))

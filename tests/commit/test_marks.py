@@ -36,6 +36,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.linux
 def test_the_manifest_of_a_killed_copy_on_disk_commits_nothing(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     if (child := os.fork()) == 0:

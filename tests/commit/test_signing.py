@@ -43,7 +43,7 @@ OTHER = b"another-0123456789abcdef"
 def signed(tmp_path: Path) -> Path:
     """A signed commit."""
     root, files = tmp_path / "root", part(version(1), 0, 1)
-    save(LOCAL, str(root), Alone(), Request("t", 1, 2, sign_key=KEY), files, timeout=5.0)
+    save(LOCAL, str(root), Alone(), Request("t", 1, 2, sign_key=KEY), files)
     return root / "t"
 
 
@@ -139,11 +139,11 @@ def test_tensor_bytes_of_the_same_crc32_are_refused_on_the_ranks_of_a_restore(tm
     pytest.importorskip("torch", reason="a restore opens the checkpoint, which sends errors between ranks with torch")
     weights = write_weights(tmp_path / "weights", {"weight": MIN_CHUNK_BYTES}) / "model.safetensors"
     files = [PlainFile(weights.name, HostPayload(weights.read_bytes()))]
-    save(LOCAL, str(tmp_path), Alone(), Request("t", 1, 2, sign_key=KEY), files, timeout=5.0)
+    save(LOCAL, str(tmp_path), Alone(), Request("t", 1, 2, sign_key=KEY), files)
     directory = str(tmp_path / "t")
 
     def opened(key: bytes | None) -> Checkpoint:
-        return open_together(directory, LOCAL, lambda: open_whole(LOCAL, directory, key=key), Alone(), timeout=5.0)
+        return open_together(directory, LOCAL, lambda: open_whole(LOCAL, directory, key=key), Alone())
 
     _read_files(opened(KEY))
     path = tmp_path / "t" / weights.name
@@ -208,7 +208,7 @@ def test_keys(tmp_path: Path) -> None:
 
 def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> None:
     with refused(PlanError):
-        CheckpointManager(tmp_path).opener(signed=True)
+        CheckpointManager(tmp_path).restore(None, require_signed=True)
 
 
 def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:

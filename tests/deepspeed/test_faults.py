@@ -551,7 +551,7 @@ def other_parameters(run: Run) -> list[str]:
     own = [torch.nn.Parameter(torch.zeros(p.shape)) for p in run.net.parameters()]
     optimizer = torch.optim.AdamW(own, lr=0.01)
     run.prover = lambda: ckpttool.prove(run.net, run.root, optimizer=optimizer, scheduler=run.scheduler)
-    return ["optimizer: rank 0:"]
+    return ["optimizer:"]
 
 
 # ------------------------------------------------------------------------------------------------- runs

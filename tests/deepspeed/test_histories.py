@@ -168,7 +168,7 @@ class _Life:
         if self.rank == victim:
             _die_at(self.manager._storage, at)
         began = time.monotonic()
-        self.manager._timeout, coordination.DECISION_SECONDS = TIMEOUT, DECISION_SECONDS
+        self.manager._ranks.timeout, coordination.DECISION_SECONDS = TIMEOUT, DECISION_SECONDS
 
         def write() -> None:
             self.manager.save(self.engine, client_state={"step": self.engine.global_steps})

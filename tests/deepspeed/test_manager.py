@@ -364,3 +364,26 @@ def test_the_life_of_a_manager(found: dict[str, list[Facts]], directory: Path) -
         assert facts["preempted"]
     assert (root / "latest").read_text() == "last"
     assert ckpttool.inspect(root).step == 5
+
+
+def _sliced(job: dict[str, Any], directory: Path) -> list[str]:
+    """The refusals of a save, and of DeepSpeed's own, as its files would be read."""
+    from recipes import common
+
+    from tests import parallel_engines
+
+    case = common.Case(job["id"], 1, 2, common.no_training, "bf16", {}, {"scheduler": None})
+    built = parallel_engines.build(job["id"], common.ds_config(case), tensor=2, stages=1, experts=1)
+    built.step()
+    told = refusal(lambda: CheckpointManager(directory / f"{job['id']}-ours").save(built.engine))
+    built.engine.save_checkpoint(str(directory / job["id"]))
+    return [told, refusal(lambda: ckpttool.inspect(directory / job["id"]))]
+
+
+def test_slices_that_no_file_describes_are_refused_at_the_first_save(tmp_path: Path) -> None:
+    """Megatron-DeepSpeed passes their description in the client state; AutoTP writes it."""
+    found = each_on_ranks(_sliced, [{"id": one, "world_size": 2} for one in ("megatron", "autotp")], tmp_path)
+    for ours, files in found["megatron"]:
+        assert "it could not be restored: no file records how tensor parallelism slices parameters" in ours
+        assert "no file records how parameters are sliced" in files
+    assert found["autotp"] == [["", ""]] * 2

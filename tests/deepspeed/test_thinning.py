@@ -123,7 +123,7 @@ def test_a_load_that_wants_more_says_so_in_one_line(
     facts = found[job["id"]]
     root = directory / job["id"]
     assert facts["refused"] == (
-        f"{root}/global_step2: rank 0: is thin: prune has removed its optimizer states, and kept the weights; "
+        f"{root}/global_step2: is thin: prune has removed its optimizer states, and kept the weights; "
         "load it with weights_only=True, or choose a whole checkpoint"
     )
     assert facts["untouched"]

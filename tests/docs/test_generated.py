@@ -126,8 +126,8 @@ def test_real_errors_are_found_on_the_page(
 
 
 def test_the_page_has_an_anchor_for_every_message(messages: list[error_messages.Message], tmp_path: Path) -> None:
-    error_pages.write(tmp_path / "messages.md")
-    page = (tmp_path / "messages.md").read_text()
+    error_pages.write(tmp_path / "errors")
+    page = "".join(path.read_text() for path in (tmp_path / "errors").iterdir())
     anchors = re.findall(r"^\(error-(.*)\)=$", page, re.MULTILINE)
     assert sorted(anchors) == sorted({m.anchor for m in messages})
     for message in messages:

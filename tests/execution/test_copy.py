@@ -23,7 +23,8 @@ from ckpttool.checksums import Record
 from ckpttool.concurrency import in_threads
 from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.errors import ChecksumError, StorageError
-from ckpttool.execution.checks import ReadChecks, failed_checks
+from ckpttool.execution.checks import ReadChecks
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.copy import PartAssembler, Sizes
 from ckpttool.execution.run import nbytes_read
 from ckpttool.execution.sources import Sources
@@ -84,6 +85,7 @@ def test_bytes_arrive_whether_pages_line_up_or_not(source: Path, tmp_path: Path,
     assert _run(_plan(source, shift), directory, jobs) == expected
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL])
 def test_where_the_kernel_cannot_copy_a_buffer_does(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -95,6 +97,7 @@ def test_where_the_kernel_cannot_copy_a_buffer_does(
     assert _run(_plan(source, 10), tmp_path) == b"x" * 10 + source.read_bytes()[10:]
 
 
+@pytest.mark.linux
 def test_short_kernel_copies_and_reads_and_writes_are_continued(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +111,7 @@ def test_short_kernel_copies_and_reads_and_writes_are_continued(
         assert _run(_plan(source, shift), directory) == b"x" * shift + source.read_bytes()[10:]
 
 
+@pytest.mark.linux
 def test_a_full_disk_is_an_error_that_names_the_file(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_source_that_changed_since_the_plan_was_made_is_an_error(source: Path,
         _run(plan, tmp_path)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("shift", [10, 11])
 def test_a_source_that_is_cut_off_meanwhile_is_an_error_that_names_it(
     source: Path, tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch

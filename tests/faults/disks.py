@@ -31,7 +31,7 @@ OF_COMMANDS = (
     "unlink", "listdir",
 )  # fmt: skip
 """Operations by which a command reads its source and writes its output."""
-_PATCHED = ({*CHANGES, *READS, *OF_COMMANDS} - {"create"}) | {"replace", "close"}
+_PATCHED = {name for name in ({*CHANGES, *READS, *OF_COMMANDS} | {"replace", "close"}) if hasattr(os, name)}
 """Functions of the module ``os``; ``open`` also creates files, and ``replace`` renames them."""
 
 

@@ -125,6 +125,7 @@ def _mix(bed: Bed, deed: Callable[[Path, Path], None], *, manifest: bool) -> Non
     print(dict(bed.counts))  # noqa: T201
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
 @pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:

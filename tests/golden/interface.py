@@ -92,6 +92,7 @@ def _outputs() -> dict[str, Any]:
             "stats": [["stats", ZERO3]],
             "diff": [["diff", ZERO3, OTHER], ["diff", ZERO3, ZERO2]],
             "ls": [["ls", runs]],
+            "extract": [["extract", ZERO3, "up.weight", Path(temporary, "up.npy")]],
             "cp": [["cp", ZERO3, Path(temporary, "copied")]],
             "pin": [["pin", runs / "global_step1", "--why", "it is in the paper"]],
             "prune": [["prune", runs, "--keep-last", "1", "--thin-every", "2", "--dry-run"]],

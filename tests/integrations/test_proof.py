@@ -283,7 +283,7 @@ def test_wrong_arguments_get_one_line(tmp_path: Path, run: _Trained) -> None:
     path = run.save(tmp_path / "a")
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": run.optimizer.state_dict()}, "not an optimizer; pass the object, not its state"),
-        ({"scheduler": 3}, "scheduler: rank 0: is 3, not a scheduler; pass the object, not its state"),
+        ({"scheduler": 3}, "scheduler: is 3, not a scheduler; pass the object, not its state"),
     ]
     for given, told in wrong:
         with pytest.raises(ckpttool.ArgumentError) as caught:

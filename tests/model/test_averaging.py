@@ -346,7 +346,7 @@ def test_json_and_text(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert [s["weight"] for s in told["sources"]] == [0.25, 0.75]
     assert list(told) == [
-        "written", "to", "sources", "optimizer", "tensors", "elements", "dtype", "tied", "sidecars", "notes",
+        "version", "written", "to", "sources", "optimizer", "tensors", "elements", "dtype", "tied", "sidecars", "notes",
     ]  # fmt: skip
     done = command("average", *names, tmp_path / "none", "--to", "zero", "--dry-run")
     assert "would write the mean of 2 checkpoints" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.api._pages import page_of_catalog
-from ckpttool.catalog.entries import NOT_FOLLOWED, Catalog, CatalogEntry
+from ckpttool.catalog.listing import NOT_FOLLOWED, Catalog, CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
 from tests.cli.command import ckpttool
@@ -194,4 +195,18 @@ def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> 
     rows = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.lastChild.innerText)")
     assert [row.split(":")[0] for row in rows] == ["thinned to bf16", "removed", "thinned to bf16", "kept"]
     assert "frees 1.0 kB, thins 2" in page.text("body")
+    page.sound()
+
+
+def test_a_page_of_many_roots_is_as_wide_as_a_telephone(opened: Open, tmp_path: Path) -> None:
+    long = {f"a metric with a long name for the {word} part of the model": 1.0 for word in ("encoder", "decoder")}
+    problem = "is a root of its own, with a checkpoint"
+    entries = [_entry(f"run{i}", 3, 1e9 + i / 1000, whole=False, problem=problem, metrics=long) for i in range(131)]
+    page = opened(_page(*entries), width=375)
+    assert page.run("document.documentElement.scrollWidth") <= 375
+    plot = "page.charts.find((c) => c.title === 'Steps over time').plot()"
+    places, texts = page.run(f"[{plot}.axes[0]._splits.map((v) => {plot}.valToPos(v, 'x')), {plot}.axes[0]._values]")
+    longest = max(len(line) for text in texts for line in str(text).split("\n"))
+    assert len(places) >= 2
+    assert min(after - before for before, after in itertools.pairwise(places)) > 6.5 * longest  # pixels of a character
     page.sound()

@@ -168,7 +168,8 @@ def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
     assert _cells(page, "tensors", 0) == [t.name for t in found]
     assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)
     held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
-    assert [held] == [one["tensors"] for one in json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)]
+    told = json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
+    assert [held] == [one["tensors"] for one in told["checkpoints"]]
     norms = page.run("page.charts[0].data")
     floats = [t for t in found if t.dtype[0] in "FB" and t.dtype != "BOOL"]
     assert len(floats) < len(found)  # positions and masks have no norm

@@ -63,12 +63,12 @@ def part(files: Version, rank: int, size: int) -> list[OutgoingFile]:
 
 def save_version(
     place: WritableStorage, root: str, ranks: Ranks, tag: str, number: int, *, overwrite: bool = False,
-    timeout: float = 5.0, metrics: dict[str, float] | None = None,
+    metrics: dict[str, float] | None = None,
 ) -> Manifest:  # fmt: skip
     """Save one as all ranks together."""
     request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite, sidecars=SIDECARS)
     files = part(version(number), ranks.rank, ranks.size)
-    return save(place, root, ranks, request, files, timeout=timeout)
+    return save(place, root, ranks, request, files)
 
 
 class Intercepted:

@@ -121,7 +121,8 @@ class Crew:
         self._machine = machine
         self.clock = clock
         self.store = MemoryStore(machine)
-        self.ranks = [Ranks(r, size, self.store, "crew") for r in range(size)] if size > 1 else [Alone()]
+        several = [Ranks(rank, size, self.store, "crew", timeout=TIMEOUT) for rank in range(size)]
+        self.ranks = several if size > 1 else [Alone()]
 
     def do(self, task: Callable[[Ranks], Any]) -> list[Outcome]:
         """Let every rank do something; what became of each."""

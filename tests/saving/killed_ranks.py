@@ -40,12 +40,12 @@ def _work(point: dict[str, Any], rank: int) -> None:
     disks.install(machine, pytest.MonkeyPatch())
     said: dict[str, Any] = {}
     try:
-        ranks = Ranks(rank, point["size"], dist.PrefixStore("test", _store(point, rank)), "ranks")
+        ranks = Ranks(rank, point["size"], dist.PrefixStore("test", _store(point, rank)), "ranks", timeout=TIMEOUT)
         machine.rank = rank
         for number, (tag, version) in enumerate(point["saves"]):
             if number == len(point["saves"]) - 1:
                 machine.reset(*([Fault(**point["fault"]).rule()] if point["fault"] else []))
-            save_version(LOCAL, f"{point['base']}/root", ranks, tag, version, timeout=TIMEOUT)
+            save_version(LOCAL, f"{point['base']}/root", ranks, tag, version)
         said["names"] = machine.names.get(rank)
     except CkptError as error:
         said["error"] = str(error)

@@ -160,10 +160,7 @@ class Bench:
         def work(ranks: Ranks) -> None:
             for number, step in enumerate(steps, 1):
                 if isinstance(step, Save):
-                    save_version(
-                        LOCAL, f"{base}/root", ranks, step.tag, step.number, overwrite=step.overwrite,
-                        timeout=crew.TIMEOUT,
-                    )  # fmt: skip
+                    save_version(LOCAL, f"{base}/root", ranks, step.tag, step.number, overwrite=step.overwrite)
                 elif isinstance(step, Tidy) and ranks.rank == 0:
                     maintain(LOCAL, f"{base}/root", None if step.last is None else Rules(step.last), grace=0)
                 heard[ranks.rank] = number

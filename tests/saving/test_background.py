@@ -32,7 +32,7 @@ def write():
     if "fails" in how:
         open(root, "w").close()
     try:
-        save(LOCAL, root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", HostPayload(b"x" * (9 << 20)))], timeout=5)
+        save(LOCAL, root, Alone(), Request("a", 1, 2), [PlainFile("x.bin", HostPayload(b"x" * (9 << 20)))])
     except CkptError as error:
         logging.error("%s", error)
         return error

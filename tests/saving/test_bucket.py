@@ -101,7 +101,7 @@ NEW = 5
 def _work(machine: Machine, clock: crew.Clock, url: str, save: Save, requests: list[Requests]) -> list[Outcome]:
     def work(ranks: Ranks) -> None:
         place = requests[ranks.rank].storage()
-        save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite, timeout=crew.TIMEOUT)
+        save_version(place, url, ranks, save.tag, NEW, overwrite=save.overwrite)
         if ranks.rank == 0:
             maintain(place, url, None, grace=0)
         if ranks.rank in machine.dead:

@@ -15,7 +15,7 @@ from hypothesis.stateful import precondition, rule
 from ckpttool.commit import marks
 from ckpttool.errors import CkptError
 from ckpttool.saving import background, claim
-from ckpttool.saving.coordination import Alone, RankError, agree_to_begin
+from ckpttool.saving.coordination import Alone, RankError
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MANIFEST
 from tests.saving import crew
@@ -101,7 +101,7 @@ class Law(History):
 
         def begin(ranks: Any) -> None:
             asked = {"tag": tag if ranks.rank else f"{tag} of another", "overwrite": overwrite}
-            agree_to_begin(ranks, self.root, asked, lambda: None, timeout=crew.TIMEOUT)
+            ranks.together(self.root, lambda: None, asked)
 
         outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
         assert all(isinstance(o.error, RankError) and "rank 1 has" in str(o.error) for o in outcomes)
@@ -120,7 +120,7 @@ class Law(History):
 
             if ranks.rank == rank and late:
                 self.clock.sleep(3 * crew.TIMEOUT)
-            agree_to_begin(ranks, self.root, {}, check, timeout=crew.TIMEOUT)
+            ranks.together(self.root, check)
 
         outcomes = crew.Crew(size, self.machine, self.clock).do(begin)
         if rank or not late:  # for the first, who decides, the others wait longer

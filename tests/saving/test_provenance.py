@@ -76,7 +76,7 @@ PROVENANCE = {
 
 def test_inspect_shows_what_a_save_recorded(tmp_path: Path) -> None:
     request = Request("step7", 7, 2, metrics={"loss": 0.25}, provenance=PROVENANCE)
-    save(LOCAL, str(tmp_path), Alone(), request, part(version(0), 0, 1), timeout=5.0)
+    save(LOCAL, str(tmp_path), Alone(), request, part(version(0), 0, 1))
     shown = ckpttool("inspect", tmp_path).stdout
     assert f"{'a' * 40} (and changes that were not committed)" in shown
     assert "/runs/1/global_step5, step 5" in shown

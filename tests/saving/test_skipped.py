@@ -78,7 +78,7 @@ def _problem(storage: WritableStorage, path: str) -> Exception:
 def _save(where: Where, tag: str, number: int, skipped: Skipped | None) -> None:
     storage, root = where
     request = Request(tag, number, 2, sidecars=SIDECARS, skipped=skipped)
-    save(storage, root, Alone(), request, part(version(number), 0, 1), timeout=5.0)
+    save(storage, root, Alone(), request, part(version(number), 0, 1))
     storage.refresh([])
 
 
@@ -165,7 +165,7 @@ def test_a_run_that_was_restored_before_another_saved_abandons_nothing(where: Wh
     restored = read_manifest(storage, f"{root}/step1").attempt
     for tag, parent in (("step4", (restored, "step3")), ("step5", (restored, "step3"))):
         request = Request(tag, int(tag[-1]), 2, parent=parent)
-        save(storage, root, Alone(), request, part(version(int(tag[-1])), 0, 1), timeout=5.0)
+        save(storage, root, Alone(), request, part(version(int(tag[-1])), 0, 1))
         storage.refresh([])
     first, second = (read_manifest(storage, f"{root}/{tag}") for tag in ("step4", "step5"))
     assert first.origin == restored  # what the run went back to

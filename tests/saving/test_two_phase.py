@@ -144,7 +144,7 @@ def test_ranks_that_do_not_agree(root: str, together: Callable[..., list[crew.Ou
     def work(ranks: Ranks) -> Manifest:
         tag = "other" if odd == "tag" and ranks.rank == 2 else "step1"
         request = Request(tag, 2 if odd == "step" and ranks.rank == 2 else 1, 2)
-        return save(LOCAL, root, ranks, request, part(version(1), ranks.rank, 3), timeout=5)
+        return save(LOCAL, root, ranks, request, part(version(1), ranks.rank, 3))
 
     outcomes = together(work)
     assert all(isinstance(o.error, RankError) for o in outcomes)
@@ -159,7 +159,7 @@ def test_rank_that_cannot_take_part(root: str, together: Callable[..., list[crew
     def work(ranks: Ranks) -> Manifest:
         files = part(version(2), ranks.rank, 3)
         failed = sick if ranks.rank == 1 else None
-        return save(LOCAL, root, ranks, Request("step2", 2, 2), files, timeout=5, failed=failed)
+        return save(LOCAL, root, ranks, Request("step2", 2, 2), files, failed=failed)
 
     texts = {str(o.error) for o in together(work)}
     assert texts == {f"{root}/step2: was not saved: rank 1: {sick}; nothing was committed"}
@@ -171,7 +171,8 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
     def work(ranks: Ranks) -> Manifest:
         own = str(directory / f"node{ranks.rank // 2}")
         files = part(version(1), ranks.rank, 3)
-        return save(LOCAL, own, ranks, Request("step1", 1, 2), files, timeout=100)
+        ranks.timeout = 100
+        return save(LOCAL, own, ranks, Request("step1", 1, 2), files)
 
     texts = {str(o.error) for o in together(work)}
     assert len(texts) == 1
@@ -184,7 +185,7 @@ def test_root_that_ranks_do_not_share(directory: Path, together: Callable[..., l
 
 def test_two_ranks_with_one_file(root: str, together: Callable[..., list[crew.Outcome]]) -> None:
     files = [PlainFile("same.pt", HostPayload(b"x"))]
-    outcomes = together(lambda ranks: save(LOCAL, root, ranks, Request("step1", 1, 2), files, timeout=5))
+    outcomes = together(lambda ranks: save(LOCAL, root, ranks, Request("step1", 1, 2), files))
     assert all("two ranks would write same.pt" in str(o.error) for o in outcomes)
 
 
@@ -300,7 +301,7 @@ def test_file_in_the_way(directory: Path, name: str) -> None:
 
 def test_files_in_directories(root: str) -> None:
     files = [PlainFile("zero/a/1.pt", HostPayload(b"one")), PlainFile("zero/b.pt", HostPayload(b""))]
-    save(LOCAL, root, Alone(), Request("step1", 1, 0), files, timeout=5)
+    save(LOCAL, root, Alone(), Request("step1", 1, 0), files)
     assert content(LOCAL, f"{root}/step1") == {"zero/a/1.pt": b"one", "zero/b.pt": b""}
 
 
@@ -503,7 +504,7 @@ def test_a_metric_that_only_a_torn_checkpoint_has_does_not_end_retention(root: s
 def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
     """So that a few kilobytes of a large file can be checked."""
     files: list[OutgoingFile] = [ArchiveFile("a.pt", b"\x80\x02].", {}), PlainFile("b.bin", HostPayload(b"b"))]
-    save(LOCAL, root, Alone(), Request("t", 1, 2), files, timeout=5.0)
+    save(LOCAL, root, Alone(), Request("t", 1, 2), files)
     found = read_manifest(LOCAL, f"{root}/t").files
     data = Path(root, "t", "a.pt").read_bytes()
     assert found["a.pt"].directory is not None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ckpttool.storage.local_writer import file_system_of
 
 
+@pytest.mark.linux
 def test_file_systems_are_distinguished() -> None:
     assert file_system_of("/proc") == "proc"
     assert file_system_of("/sys") in {"sysfs", ""}

@@ -297,7 +297,7 @@ def _assert_no_secret(text: str) -> None:
     ],
     ids=lambda v: v.code if isinstance(v, faults.Answer) else "",
 )
-@pytest.mark.parametrize("operation", ["list_objects_v2", "get_object"])
+@pytest.mark.parametrize("operation", sampling.some(["list_objects_v2", "get_object"], 1))
 def test_a_permanent_failure_is_reported_at_once(
     operation: str, fault: faults.Answer, problem: str, run: str, read_client: str, proxy: Proxy,
     monkeypatch: pytest.MonkeyPatch,

@@ -59,6 +59,7 @@ def _write(path: Path, parts: Iterable[bytes], nbytes: int, file_system: str = "
     return path.read_bytes()
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 100, 20 * PAGE])
 @pytest.mark.parametrize("kind", ["ext4", "nfs4", ""])
 def test_sizes(nbytes: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,7 @@ def test_parts_are_joined(parts: list[int], again: list[int]) -> None:
             assert _write(directory / "f", sent, sum(sizes)) == b"".join(sent)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("how", ["another alignment", "short", "none"])
 def test_a_disk_that_takes_less(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(fd: int, data: Any, start: int) -> int:
@@ -101,6 +103,7 @@ def test_a_disk_that_takes_less(how: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert _write(tmp_path / "f", [data[:9], data[9:]], len(data)) == data
 
 
+@pytest.mark.linux
 def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoDirect(_Os):
         def open(self, path: str, flags: int, mode: int = 0o777) -> int:
@@ -113,6 +116,7 @@ def test_a_file_system_that_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert _write(tmp_path / "f", [data], len(data)) == data
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("at", [0, PAGE, 4 * PAGE])
 def test_a_disk_that_fails(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(fd: int, data: Any, start: int) -> int:

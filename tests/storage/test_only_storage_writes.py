@@ -13,10 +13,7 @@ CHANGES = {
     "removedirs", "rename", "renames", "replace", "rmdir", "symlink", "truncate", "unlink", "write",
 }  # fmt: skip
 READS = {"shutil.disk_usage", "shutil.get_terminal_size", "shutil.which"}
-SCRATCH = {
-    "integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py", "integrations/deepspeed/restorable.py",
-    "integrations/patches.py",
-}  # fmt: skip
+SCRATCH = {"integrations/deepspeed/capture.py", "integrations/deepspeed/inject.py", "integrations/patches.py"}
 """Directories that live as long as one call of a framework's own loader or writer."""
 
 

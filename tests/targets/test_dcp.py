@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,8 @@ from ckpttool.analysis.digest import digest
 from ckpttool.errors import PlanError
 from ckpttool.targets.dcp import plan_dcp
 from tests.execution.outputs import run_into
-from tests.truth import HERE, REPRESENTATIVE, as_tensor, source, truth
+from tests.forked import each_on_ranks
+from tests.truth import REPRESENTATIVE, as_tensor, source, truth
 from tests.wording import refused
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 ONE_PROCESS = pytest.mark.filterwarnings("ignore:.*torch.distributed:UserWarning")
-SECONDS = 120
 
 
 def _write(checkpoint: Checkpoint, out: Path, **options: Any) -> Path:
@@ -128,26 +126,23 @@ def test_a_description_equals_the_file_of_torch_save(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- FSDP
 
 
-def _resume(rank: int, world_size: int, checkpoint: str, layout: str, rendezvous: str) -> None:
+def resume(job: dict[str, Any]) -> None:
     """Shard the model as people do, load, and compare what the model and its optimizer then hold."""
     import warnings
 
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from recipes.plain import build_model, param_groups
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    sys.path.insert(0, str(HERE))
-    from recipes.plain import build_model, param_groups
-
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    layout, checkpoint = job["id"], job["checkpoint"]
     torch.manual_seed(7)
     model = build_model()
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = init_device_mesh("cpu", (job["world_size"],))
     for module in (model.frozen_proj, model.up, model.down, model.norm):  # not the root, which has a scalar
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(param_groups(model))
@@ -192,24 +187,16 @@ def _resume(rank: int, world_size: int, checkpoint: str, layout: str, rendezvous
         assert (group["lr"], group["weight_decay"], group["eps"]) == (kept["lr"], kept["weight_decay"], kept["eps"])
     model(torch.arange(12).reshape(2, 6)).float().sum().backward()
     optimizer.step()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", ["nested", "app"])
-@pytest.mark.parametrize("world_size", [2])
-def test_fsdp_resumes_from_it(world_size: int, layout: str, tmp_path: Path) -> None:
-    out = _write(inspect(source("zero3-dp2-bf16")), tmp_path / "out", layout=layout, max_file_bytes=30_000)
-    context = multiprocessing.get_context("spawn")
-    arguments = (world_size, str(out), layout, str(tmp_path / "rendezvous"))
-    ranks = [context.Process(target=_resume, args=(rank, *arguments)) for rank in range(world_size)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(SECONDS)
-        if rank.is_alive():
-            rank.kill()
-    assert [rank.exitcode for rank in ranks] == [0] * world_size
+@pytest.mark.deepspeed
+def test_fsdp_resumes_from_it(tmp_path: Path) -> None:
+    checkpoint, jobs = inspect(source("zero3-dp2-bf16")), []
+    for layout in ("nested", "app"):
+        out = _write(checkpoint, tmp_path / layout, layout=layout, max_file_bytes=30_000)
+        jobs.append({"id": layout, "world_size": 2, "checkpoint": str(out)})
+    done = each_on_ranks(resume, jobs, imports=["torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    assert {layout: len(ranks) for layout, ranks in done.items()} == {"nested": 2, "app": 2}
 
 
 # ------------------------------------------------------------------------------------------------- our own reader

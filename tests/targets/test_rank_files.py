@@ -39,6 +39,7 @@ def test_every_value_of_another_torch_release_is_read(name: str) -> None:
     assert checkpoint.mesh.torch == ("2.13" if name.startswith("torch2.14") else "2.6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "torch"),
     sampling.pairs(

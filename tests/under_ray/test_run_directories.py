@@ -13,15 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog.entries import (
-    SNAPSHOT,
-    directory_name,
-    last_commit,
-    latest_of_ray,
-    listed_by_ray,
-    run_candidates,
-    run_commits,
-)
+from ckpttool.catalog.cleanup import left_by_workers
+from ckpttool.catalog.runs import last_commit, run_candidates, run_commits
+from ckpttool.catalog.snapshot import SNAPSHOT, directory_name, latest_of_ray, listed_by_ray
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import CHECKSUM, Manifest, checksum
 from ckpttool.errors import LayoutError, PlanError
@@ -287,6 +281,7 @@ def _save_in_both_ways(run: str) -> list[str]:
     import torch
 
     from ckpttool import CheckpointManager
+    from ckpttool.integrations.deepspeed.request import Save
     from tests.deepspeed.engines import build
 
     engine, manager = build(2, "bf16", "one", "adamw"), CheckpointManager(run)
@@ -300,10 +295,7 @@ def _save_in_both_ways(run: str) -> list[str]:
         if step in SAVED["ours"]:
             attempt, number = manager.committed or ("", 0)
             names.append(directory_name(step, number + 1, "ab12cd34"))
-            manager.save_into(
-                f"{run}/{names[-1]}", engine, tag=None, client_state={}, metrics={"step": step}, overwrite=False,
-                exclude_frozen=False, before=(attempt, number),
-            )  # fmt: skip
+            manager.save_into(f"{run}/{names[-1]}", engine, Save(metrics={"step": step}, before=(attempt, number)))
     return names
 
 
@@ -355,7 +347,7 @@ def test_the_storages_of_a_run_are_opened_as_our_own(monkeypatch: pytest.MonkeyP
     s3fs = pytest.importorskip("s3fs")
     from fsspec.implementations.local import LocalFileSystem
 
-    from ckpttool.integrations.ray_train import storage_of, url_of
+    from ckpttool.integrations.ray_run import storage_of, url_of
     from ckpttool.storage import LOCAL
 
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -419,7 +411,7 @@ OF_PYARROW: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def test_every_option_of_pyarrow_is_followed_or_refused() -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray_train import s3_options
+    from ckpttool.integrations.ray_run import s3_options
 
     has = set(re.findall(r"[(, ](\w+)(?:: \w+ )?=", fs.S3FileSystem.__doc__.splitlines()[0])) - {"max_attempts"}
     assert has >= {"role_arn", "default_metadata"}
@@ -449,7 +441,7 @@ def test_every_option_of_pyarrow_is_followed_or_refused() -> None:
 
 def test_a_buckets_grants_and_metadata_are_on_every_object(s3: Bucket) -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray_train import storage_of, url_of
+    from ckpttool.integrations.ray_run import storage_of, url_of
 
     bucket, endpoint = s3, s3.endpoint
     native = fs.S3FileSystem(endpoint_override=endpoint, default_metadata={"Content-Type": "x/y", "ACL": "public-read"})
@@ -464,16 +456,13 @@ def test_a_buckets_grants_and_metadata_are_on_every_object(s3: Bucket) -> None:
 
 def test_a_storage_that_hides_where_it_begins_is_refused() -> None:
     fs = pytest.importorskip("pyarrow.fs")
-    from ckpttool.integrations.ray_train import storage_of
+    from ckpttool.integrations.ray_run import storage_of
 
     with pytest.raises(PlanError, match="SubTreeFileSystem"):
         storage_of(fs.SubTreeFileSystem("/runs", fs.LocalFileSystem()))
 
 
 def test_directories_of_the_user_in_a_run_are_neither_searched_nor_removed(tmp_path: Path) -> None:
-    pytest.importorskip("ray.train")
-    from ckpttool.integrations import ray_train
-
     def write(directory: str, step: int, *, of_ray: bool = False, committed: bool = True) -> None:
         tag = tmp_path / directory / f"global_step{step}"
         tag.mkdir(parents=True)
@@ -495,10 +484,9 @@ def test_directories_of_the_user_in_a_run_are_neither_searched_nor_removed(tmp_p
     found = [os.path.relpath(path, tmp_path) for path in run_candidates(LOCAL, str(tmp_path), "", ())]
     assert found == ["ckpttool_00000005_000005_ab12cd34/global_step5", "epoch_1/global_step3"]
     assert last_commit(LOCAL, str(tmp_path))[1] == 5
-    checkpoints = ray_train.RayTrainCheckpoints.__new__(ray_train.RayTrainCheckpoints)
-    checkpoints.__dict__ |= {"_storage": LOCAL, "_root": str(tmp_path), "_whole": set(), "_grace": 900.0}
-    left = [os.path.relpath(path, tmp_path) for path in checkpoints._unfinished_directories()]
-    assert sorted(left) == ["ckpttool_00000007_000007_ab12cd34", "epoch_2"]
+    left, whole = left_by_workers(LOCAL, str(tmp_path), {"epoch_1"}, grace=900.0)
+    assert sorted(os.path.relpath(path, tmp_path) for path in left) == ["ckpttool_00000007_000007_ab12cd34", "epoch_2"]
+    assert whole == {"ckpttool_00000005_000005_ab12cd34"}
 
 
 def test_runs_on_a_disk_need_no_s3fs() -> None:

@@ -19,6 +19,12 @@ import venv
 import zipfile
 from pathlib import Path
 
+import click
+from click_man.core import generate_man_page
+
+from ckpttool import __version__
+from ckpttool.cli import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "fixtures" / "checkpoints" / "zero2-dp2-bf16"
 IMPORTED = """
@@ -34,8 +40,28 @@ print(ckpttool.__file__)
 """
 
 
+def write_manual(directory: Path) -> None:
+    """Write a manual page for the program and for each command."""
+    directory.mkdir(exist_ok=True)
+    program = click.Context(cli, info_name="ckpttool")
+    (directory / "ckpttool.1").write_text(generate_man_page(program, __version__), encoding="utf-8")
+    for name in cli.list_commands(program):
+        command = cli.get_command(program, name)
+        assert command is not None
+        page = generate_man_page(click.Context(command, info_name=name, parent=program), __version__)
+        (directory / f"ckpttool-{name}.1").write_text(page, encoding="utf-8")
+
+
 def build(directory: Path) -> list[Path]:
     """Build both, the wheel from the sdist as package indexes have it; the paths."""
+    try:
+        write_manual(ROOT / "man")
+        return _build(directory)
+    finally:
+        shutil.rmtree(ROOT / "man")
+
+
+def _build(directory: Path) -> list[Path]:
     environment = dict(os.environ) | {"PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(directory)]
     subprocess.run([*command, "--target", "sdist"], cwd=ROOT, check=True, capture_output=True, env=environment)
@@ -87,6 +113,8 @@ def try_out(distribution: Path, directory: Path) -> None:
     run(*pip, "install", "--quiet", "--no-compile", distribution)
     version = distribution.name.split("-")[1].removesuffix(".tar.gz")
     assert run(command, "--version") == f"ckpttool, version {version}\n"
+    pages = {page.name for page in (directory / "env" / "share" / "man" / "man1").iterdir()}
+    assert {"ckpttool.1", "ckpttool-consolidate.1"} <= pages, pages
     inspected = json.loads(run(command, "inspect", CHECKPOINT, "--json"))
     report = json.loads(run(command, "consolidate", CHECKPOINT, "out", "--to", "safetensors", "--json"))
     assert (directory / "out" / "model.safetensors").stat().st_size >= report["written"]["nbytes_written"] > 0

@@ -24,7 +24,7 @@ from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.zero.module import ENGINE_KEYS
-from ckpttool.integrations.deepspeed.engine import inspect_engine, replaced_parameters
+from ckpttool.integrations.deepspeed.engine import replaced_parameters
 from ckpttool.integrations.torch.objects import unknown_classes
 from ckpttool.integrations.torch.pickling import describe
 from ckpttool.messages import brief
@@ -34,7 +34,6 @@ from ckpttool.storage import LOCAL, MARK
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.saving.files import OutgoingFile, Payload
 
@@ -42,6 +41,44 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 SCRATCH = ".ckpttool-scratch-"
 """Prefix of a scratch directory for swap files copied by DeepSpeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """The content of a file of the model, by the names of the module."""
+
+    module: frozenset[str]
+    """Names in the module's state dict; at stage 3 the values of parameters are elsewhere."""
+    partitioned: frozenset[str]
+    """Parameters whose values the ranks have in parts."""
+    quantised: frozenset[str]
+    """Frozen parameters that are quantised to 8 bit."""
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration."""
+
+
+def _model_in(content: Any) -> SavedModel | None:
+    """Return the description of a file of the model; None for another file.
+
+    Source: DeepSpeed 0.19.8, runtime/engine.py (``_common_checkpoint_state``, ``_save_checkpoint``).
+    """
+    if not isinstance(content, dict) or "ds_config" not in content or "module" not in content:
+        return None
+    fragments = content.get("frozen_param_fragments") or {}
+    shapes = content.get("param_shapes") or []
+    module, config = content["module"], content["ds_config"]
+    return SavedModel(
+        module=frozenset(module if isinstance(module, dict) else ()),
+        partitioned=frozenset([*(name for group in shapes for name in group), *fragments]),
+        quantised=frozenset(name for name, value in fragments.items() if str(value.dtype) == "torch.int8"),
+        config=config if isinstance(config, dict) else {},
+    )
+
+
+def _tells_slices(content: Any) -> bool:
+    """Return whether a file describes how tensor parallelism slices parameters."""
+    inner = content.get("optimizer_state_dict") if isinstance(content, dict) else None
+    return any(isinstance(one, dict) and bool(one.get("universal_checkpoint_info")) for one in (content, inner))
 
 
 @dataclass(slots=True)
@@ -60,6 +97,10 @@ class CapturedFiles:
     """By file: classes of its objects that a restore builds only with ``allow``."""
     memory: list[tuple[int, Payload]] = field(default_factory=list)
     """Address of each captured storage, and the payload that holds its bytes until ``release``."""
+    model: SavedModel | None = None
+    """The file of the model of one engine; None if this rank writes none."""
+    tells_slices: bool = False
+    """Whether a file of one engine describes how tensor parallelism slices parameters."""
 
     def check_pickles(self, allow: Collection[str] = ()) -> None:
         """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
@@ -179,6 +220,8 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
             self.captured.failed = PlanError(name, problem, _hint(name, _unpicklable(state_dict)))
             return
+        self.captured.model = self.captured.model or _model_in(state_dict)
+        self.captured.tells_slices |= _tells_slices(state_dict)
         storages = pickled.storages
         payloads = storages if self._memory is None else self._memory.hold(storages)
         self.captured.files.append(ArchiveFile(name, pickled.structure, payloads))
@@ -243,23 +286,6 @@ def _persistent_parameters_restored(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer.checkpoint_event_epilogue
-
-
-def known_engine(engine: Any) -> LiveEngine:
-    """Inspect an engine that is to be saved.
-
-    Raises:
-        PlanError: A restore does not know its optimizer.
-    """
-    try:
-        return inspect_engine(engine)
-    except PlanError as error:
-        raise PlanError(error.path, error.problem, "save with engine.save_checkpoint") from error
-
-
-def groups_without_zero(live: LiveEngine) -> list[list[str]]:
-    """Return the parameter names of each optimizer group, in order, if no file records them; else an empty list."""
-    return [] if live.stage or live.model is None else [list(names) for names in live.model.groups]
 
 
 def capture(

@@ -274,6 +274,20 @@ def inspect_engine(engine: Any) -> LiveEngine:
     )
 
 
+def inspect_for_save(engine: Any) -> LiveEngine:
+    """Inspect an engine that is to be saved.
+
+    Raises:
+        ArgumentError: It is not an engine.
+        PlanError: A restore does not know its optimizer.
+    """
+    check_engine(engine)
+    try:
+        return inspect_engine(engine)
+    except PlanError as error:
+        raise PlanError(error.path, error.problem, "save with engine.save_checkpoint") from error
+
+
 def _wrapper_of(optimizer: Any) -> str:
     """Return the name of DeepSpeed's class around an optimizer; "" without one."""
     known = [c.__name__ for c in type(optimizer).__mro__ if c.__name__ in {*PARTITIONED, *WHOLE, OFFLOAD}]

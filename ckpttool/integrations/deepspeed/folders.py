@@ -15,28 +15,30 @@ import posixpath
 import re
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.catalog.entries import trainer_commits
 from ckpttool.catalog.restore_order import candidates, newest
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.commit.marks import is_unfinished
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats import open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.integrations.deepspeed.load import restore_engine
-from ckpttool.integrations.deepspeed.load_plan import load_options
-from ckpttool.integrations.deepspeed.manager import TIMEOUT, CheckpointManager
+from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
+from ckpttool.integrations.deepspeed.read_state import load_options
+from ckpttool.integrations.deepspeed.request import Save
 from ckpttool.integrations.patches import write_file
-from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together, ranks_of_process_group
+from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
 from ckpttool.saving.claim import check_not_only, check_not_pinned
+from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
-    from ckpttool.integrations.ray_train import RayRun
+    from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
@@ -127,14 +129,11 @@ class Folders:
         self._storage_options = storage_options
         self._timeout = timeout
         self._options = LoadOptions(allow=tuple(sorted(allow)), prove=prove)
-        self._met: Ranks | None = None
 
-    @property
+    @cached_property
     def ranks(self) -> Ranks:
-        """The ranks of the run."""
-        if self._met is None:
-            self._met = ranks_of_process_group("folders")
-        return self._met
+        """The ranks of the run; they meet at the first call."""
+        return ranks_of_process_group("folders", self._timeout)
 
     def source(self, folder: str) -> Storage:
         """Return the storage to read a folder from, which may differ from the root's."""
@@ -177,9 +176,7 @@ class Folders:
         """
         self.wait()
         own = {name: _as_tensor(data) for name, data in files.items() if name not in static}
-        self._manager.save_into(
-            folder,
-            engine,
+        arguments = Save(
             tag=tag,
             client_state=client_state or {},
             metrics=metrics or {},
@@ -189,6 +186,7 @@ class Folders:
             rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
             root_files={name: data for name, data in files.items() if name not in hidden},
         )
+        self._manager.save_into(folder, engine, arguments)
         self._unreported = folder, metrics or {}
         if not self._async_save:
             self.wait()
@@ -209,16 +207,8 @@ class Folders:
         run = self.run
         if run is None or posixpath.dirname(folder) != self.root:
             return
-        if self.on_first_rank(lambda: posixpath.basename(folder) not in run.reported()):
+        if self.ranks.on_first(self.root, lambda: posixpath.basename(folder) not in run.reported()):
             run.report(folder, metrics)
-
-    def on_first_rank(self, decide: Callable[[], Any], call: Any = None) -> Any:
-        """Run a function on the first rank; return its JSON result, or raise its error, on all ranks.
-
-        ``call`` is as in ``Ranks.agree``.
-        """
-        # The first rank waits for the others: its process may end then, and may run their store.
-        return self.ranks.agree(self.root, None, lambda _: decide(), timeout=self._timeout, last=True, call=call)
 
     def skip(self, path: str, error: CkptError) -> None:
         """As ``CheckpointManager.skip``; on every rank."""
@@ -232,7 +222,7 @@ class Folders:
             CkptError: It is incomplete or damaged; the same on every rank.
         """
         storage = self.source(posixpath.dirname(path))
-        return open_together(path, storage, partial(open_whole, storage, path), self.ranks, timeout=self._timeout)
+        return open_together(path, storage, partial(open_whole, storage, path), self.ranks)
 
     def write_files(self, checkpoint: Checkpoint, directory: str) -> None:
         """Write the framework's files for this rank into a local directory, on every rank.
@@ -243,13 +233,11 @@ class Folders:
         Raises:
             CkptError: They are missing or damaged; on every rank.
         """
-        error: Exception | None = None
-        try:
-            if not self._write_own_files(checkpoint, directory):
-                _copy_files(connect(checkpoint.storage), posixpath.dirname(checkpoint.location), directory)
-        except (CkptError, OSError) as problem:
-            error = problem
-        agree_on_all_ranks(self.ranks, checkpoint.location, error, timeout=self._timeout)
+        self.ranks.together(checkpoint.location, partial(self._write_files, checkpoint, directory))
+
+    def _write_files(self, checkpoint: Checkpoint, directory: str) -> None:
+        if not self._write_own_files(checkpoint, directory):
+            _copy_files(connect(checkpoint.storage), posixpath.dirname(checkpoint.location), directory)
 
     def _write_own_files(self, checkpoint: Checkpoint, directory: str) -> bool:
         states = RankStates(checkpoint, load_options(checkpoint, self._options))
@@ -273,9 +261,8 @@ class Folders:
             CkptError: The checkpoint does not fit or is damaged; on every rank, before any engine changed.
         """
         options = replace(self._options, strict=strict, weights_only=weights_only)
-        agree = partial(agree_on_all_ranks, self.ranks, checkpoint.location, timeout=self._timeout)
         try:
-            report = restore_engine(engine, checkpoint, options, agree, self.ranks)
+            report = restore_engine(engine, checkpoint, options, self.ranks)
         except CkptError as error:
             hint = _hint_for_frameworks(error.hint)
             raise type(error)(error.path, error.problem, hint, error.options) from error
@@ -289,7 +276,9 @@ class Folders:
         Returns:
             Attempt and number of the previous commit, for ``save``.
         """
-        attempt, number = self.on_first_rank(lambda: self._begin(folder), [folder, int(engine.global_steps)])
+        attempt, number = self.ranks.on_first(
+            self.root, partial(self._begin, folder), call=[folder, int(engine.global_steps)]
+        )
         return attempt, number
 
     def _begin(self, folder: str) -> list[Any]:
@@ -344,16 +333,13 @@ def current_run() -> RayRun | None:
     Raises:
         PlanError: The worker is one of an old release of Ray Train.
     """
-    train = sys.modules.get("ray.train")
-    if train is None:
+    if "ray.train" not in sys.modules:
         return None
-    if not hasattr(train, "get_preemption_info"):
-        raise PlanError("ray.train", "is not Train V2", "use Ray 2.60 or later, without RAY_TRAIN_V2_ENABLED=0")
-    from ckpttool.integrations.ray_train import RayRun  # imports Ray
+    from ckpttool.integrations.ray_run import NoRunError, RayRun  # imports Ray
 
     try:
-        return RayRun(train.get_context().get_storage())
-    except (RuntimeError, NotImplementedError):
+        return RayRun()
+    except NoRunError:
         return None
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.errors import LayoutError, PlanError
-from ckpttool.execution.run import memory_bytes
+from ckpttool.errors import PlanError
 from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
@@ -26,20 +25,21 @@ from ckpttool.integrations.deepspeed.engine import (
     warn_of,
     whole_layers,
 )
-from ckpttool.integrations.deepspeed.load_plan import load_options, prepare
+from ckpttool.integrations.deepspeed.match import match
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
+from ckpttool.integrations.deepspeed.read_state import load_options, read_state
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import Proof, prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import (
-    Agree,
-    agree_on_all_ranks,
     check_on_all_ranks,
     open_together,
+    ranks_of_process_group,
+    unexpected_is_damage,
 )
 from ckpttool.model import MASTER, MODULE
-from ckpttool.saving.coordination import Ranks, agree_to_begin
+from ckpttool.saving.coordination import TIMEOUT, Ranks
 from ckpttool.saving.provenance import note_restored
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.torch.live import LiveState
     from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
 
-TIMEOUT = 1800.0
-"""Default of ``timeout``: seconds that a rank may lag."""
 LEFT_OUT = "the client state contains objects that cannot be built, or need allow: it is left out"
 """Note of a load of weights only."""
 
@@ -128,31 +127,25 @@ def load(  # noqa: PLR0913  public API
         allow=tuple(allow),
     )
     began = time.perf_counter()
-    paths: list[str] = []
-
-    def ready() -> None:
-        memory_bytes(memory)  # raises for a text that is not a size
-        paths.extend(source_paths(src))
-        source_storage(paths, storage_options)
-        inspect_engine(engine)
-
-    from ckpttool.integrations.torch.collectives import ranks_of_process_group
-
-    ranks = ranks_of_process_group("load")
+    ranks = ranks_of_process_group("load", timeout)
     name = _named(src)
-    arguments = {"tag": tag, "src": name} | options.agreed()
-    agree_to_begin(ranks, name, arguments, ready, timeout=timeout)
-    checkpoint = open_together(
-        paths[0],
-        source_storage(paths, storage_options),
-        lambda: open_checkpoint(
-            paths, tag=tag, options=storage_options, trust_names=trust_names, module_only=weights_only
-        ),
-        ranks,
-        timeout=timeout,
+    asked = {"tag": tag, "src": name} | options.agreed()
+    paths, storage = ranks.together(name, partial(_source, engine, src, options, storage_options), asked)
+    read = partial(
+        open_checkpoint, paths, tag=tag, options=storage_options, trust_names=trust_names, module_only=weights_only
     )
-    agree = partial(agree_on_all_ranks, ranks, checkpoint.location, timeout=timeout)
-    return replace(restore_engine(engine, checkpoint, options, agree, ranks), seconds=time.perf_counter() - began)
+    checkpoint = open_together(paths[0], storage, read, ranks)
+    return replace(restore_engine(engine, checkpoint, options, ranks), seconds=time.perf_counter() - began)
+
+
+def _source(
+    engine: Any, src: Source, options: LoadOptions, storage_options: Mapping[str, Any] | None
+) -> tuple[list[str], Storage]:
+    """Return the paths of a source and their storage, if this rank can load it."""
+    _ = options.memory_bytes  # raises for a text that is not a size
+    paths = source_paths(src)
+    inspect_engine(engine)
+    return paths, source_storage(paths, storage_options)
 
 
 def _named(src: Source) -> str:
@@ -163,33 +156,29 @@ def _named(src: Source) -> str:
         return repr(src)[:200]
 
 
-def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree, ranks: Ranks) -> LoadReport:
+def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> LoadReport:
     """Load an open checkpoint; call it on every rank with the same checkpoint.
 
     Args:
         engine: As for ``load``.
         checkpoint: The checkpoint; all reads use its ``storage``.
         options: What to restore, and how to read.
-        agree: Raises an error of any rank on all ranks, between reading and loading.
         ranks: The ranks that take part.
 
     Raises:
         ProofError: As for ``load``.
         CkptError: The checkpoint does not fit the engine or cannot be read; on every rank, before any engine changed.
     """
-    (report,) = restore_engines([(engine, checkpoint)], options, agree, ranks)
-    return report
+    with whole_layers(engine):
+        return _load(_read(engine, checkpoint, options, ranks), options, ranks)
 
 
-def restore_engines(
-    pairs: Sequence[tuple[Any, Checkpoint]], options: LoadOptions, agree: Agree, ranks: Ranks
-) -> list[LoadReport]:
+def restore_engines(pairs: Sequence[tuple[Any, Checkpoint]], options: LoadOptions, ranks: Ranks) -> list[LoadReport]:
     """Load open checkpoints into several engines: all are read before the first engine changes.
 
     Args:
         pairs: Each engine with its checkpoint.
         options: As for ``restore_engine``.
-        agree: As for ``restore_engine``.
         ranks: As for ``restore_engine``.
 
     Raises:
@@ -199,7 +188,7 @@ def restore_engines(
     with contextlib.ExitStack() as wrapped:
         for engine, _ in pairs:
             wrapped.enter_context(whole_layers(engine))
-        read = [_read(engine, checkpoint, options, agree) for engine, checkpoint in pairs]
+        read = [_read(engine, checkpoint, options, ranks) for engine, checkpoint in pairs]
         return [_load(one, options, ranks) for one in read]
 
 
@@ -212,40 +201,38 @@ class _Read(NamedTuple):
     rank_states: Sequence[Any]
     batch: Sequence[str]
     """Notes on batch sizes that differ from the save."""
-    seconds: float
+    seconds: float = 0.0
 
 
-def _read(engine: Any, checkpoint: Checkpoint, options: LoadOptions, agree: Agree) -> _Read:
+def _read(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> _Read:
     """Read the state of an engine, on every rank.
 
     Raises:
         CkptError: As for ``restore_engine``.
     """
+    began = time.perf_counter()
+    read = ranks.together(checkpoint.location, partial(_read_own, engine, checkpoint, options))
+    prepared = read.prepared
+    if isinstance(prepared, PlannedState) and prepared.checks is not None:
+        check_on_all_ranks(prepared.checks, checkpoint, ranks)
+    return read._replace(seconds=time.perf_counter() - began)
+
+
+def _read_own(engine: Any, checkpoint: Checkpoint, options: LoadOptions) -> _Read:
+    """Read the state of this rank."""
     from ckpttool.integrations.deepspeed.live_state import check_provable  # imports torch
 
-    began = time.perf_counter()
-    live: LiveEngine | None = None
-    prepared: NativeState | PlannedState | None = None
-    own: Any = None
-    states: Sequence[Any] = ()
-    error: BaseException | None = None
-    try:
+    with unexpected_is_damage(checkpoint.location):
         live = inspect_engine(engine)
         check_loadable(live)
         if options.prove:
             check_provable(live)
-        prepared = prepare(live, checkpoint, options)
-        own, states = read_rank_states(live, checkpoint, load_options(checkpoint, options))
-    except BaseException as problem:  # raised again below, after all ranks have the error
-        error = problem
-    agree(error)
-    if error is not None or live is None or prepared is None:
-        raise error or LayoutError(checkpoint.location, "was not read", "this is a bug in ckpttool")
-    if isinstance(prepared, PlannedState) and prepared.checks is not None:
-        check_on_all_ranks(prepared.checks, checkpoint, agree)
-    batch = [] if options.weights_only else batch_notes(engine, checkpoint)
-    prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
-    return _Read(live, prepared, own, states, batch, time.perf_counter() - began)
+        options = load_options(checkpoint, options)
+        prepared = read_state(live, match(live, checkpoint, options), options)
+        own, states = read_rank_states(live, checkpoint, options)
+        batch = [] if options.weights_only else batch_notes(engine, checkpoint)
+        prepared = replace(prepared, notes=(*prepared.notes, *_pending(live), *batch))
+    return _Read(live, prepared, own, states, batch)
 
 
 def _load(read: _Read, options: LoadOptions, ranks: Ranks) -> LoadReport:
@@ -306,7 +293,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         without_states_of=frozenset() if fitted is None else fitted.fresh,
         casts=isinstance(prepared, PlannedState),
     )
-    return prove_state(subject, checkpoint, ranks, scope, timeout=TIMEOUT)
+    return prove_state(subject, checkpoint, ranks, scope)
 
 
 def _inject(

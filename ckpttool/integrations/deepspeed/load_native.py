@@ -61,15 +61,13 @@ def read_native(
     )
     files: dict[str, Any] = {}
     reads = not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint)))
-    if reads and not options.structure_only:
+    if reads:
         files = {name: _completed(live, _rigid(live, read_file(name))) for name in needed}
     for content in files.values():
         if (base := base_state(content)) is not None:
             check_form(live, checkpoint, base)
     if by_name and fitted is not None and live.model is not None:
-        # The manifest of a checkpoint that is not saved yet will contain the engine's names.
-        own = options.structure_only
-        names = stage0.live_names(checkpoint, live.model) if own else stage0.saved_names(checkpoint)
+        names = stage0.saved_names(checkpoint)
         fitted = stage0.prepare_whole(live, checkpoint, fitted, files.get(needed[0]), names, strict=options.strict)
     for content in files.values() if not live.stage and not by_name else ():
         if isinstance(content, dict) and content.get("optimizer") is not None:

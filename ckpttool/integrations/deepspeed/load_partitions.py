@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
-from ckpttool.errors import LayoutError, PlanError
-from ckpttool.execution.checks import checks_for, failed_checks
+from ckpttool.errors import LayoutError
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scale, version
-from ckpttool.integrations.deepspeed.prepared import PlannedState, Replicas
+from ckpttool.integrations.deepspeed.prepared import PackedTensor, PlannedState, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan import CopyPlan, TargetFile
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Bytes: a multiple of every element's size."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """One tensor in the file."""
-
-    name: str
-    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
-    dtype: str
-    """safetensors' spelling."""
-    start: int
-    """First byte; a multiple of ALIGNMENT."""
-    nbytes: int
-    """Size in bytes, without padding."""
 
 
 def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:
@@ -103,15 +90,6 @@ def read_partitions(
     Raises:
         CkptError: The partitions cannot be planned, or reading failed.
     """
-    from ckpttool.integrations.deepspeed.states import check_form  # imports torch
-
-    if not options.without_optimizer:
-        check_form(live, checkpoint, ("state", "param_groups"))
-    live_parameters = live.parameters()
-    stray = [p.name for p in fitted.checkpoint.parameters if p.frozen and live_parameters[p.name].requires_grad]
-    if stray and live.stage == 3 and not options.without_optimizer:  # DeepSpeed loads fragments of frozen ones alone
-        why = f"holds {stray[0]}, which needs a gradient but is in no group of the optimizer: ZeRO-3 cannot load it"
-        raise PlanError(checkpoint.location, why, "add it to the optimizer, freeze it, or choose stage 0 to 2")
     notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks]
     plans: list[CopyPlan] = []
     has_states = live.partitions_states or not options.without_optimizer

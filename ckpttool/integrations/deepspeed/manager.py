@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import posixpath
-import signal
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool._version import __version__
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import REPLACED, read_manifest
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import state_of
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError, StorageError
@@ -29,32 +25,30 @@ from ckpttool.formats import open_whole, opening_options
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.formats.sidecars import is_rank_state
+from ckpttool.integrations.deepspeed.engine import inspect_engine, micro_batches, whole_layers
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.report import SaveReport
+from ckpttool.integrations.deepspeed.request import (
+    HINTS,
+    Save,
+    check_known,
+    engines_by_name,
+    note_known,
+    ready_to_save,
+)
+from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
+from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
 from ckpttool.saving.claim import Skipped, mark_skipped
-from ckpttool.saving.coordination import RankError, agree_to_begin
+from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.saving.provenance import begin as begin_provenance
-from ckpttool.saving.provenance import current_provenance
-from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import (
-    LATEST,
-    LATEST_UNIVERSAL,
-    LOCAL,
-    MANIFEST,
-    MARK,
-    is_url,
-    local_path,
-    open_storage,
-    without_credentials,
-)
+from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
-from ckpttool.storage.safe_files import PARTIAL
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
@@ -63,21 +57,18 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.host_memory import HostMemory
     from ckpttool.integrations.deepspeed.live_state import SavedDigests
     from ckpttool.integrations.deepspeed.report import LoadReport
+    from ckpttool.integrations.deepspeed.request import KnownEngines, Ready
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.two_phase import Request
     from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
-    KnownEngines = dict[str, weakref.ref[Any]]
 
 
 LOG = logging.getLogger(__name__)
-TIMEOUT = 1800.0
-"""Default of ``timeout``: seconds that a rank may lag."""
 MEETING = "manager"
 """Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
-HINTS = {"rank_state": "pass rank_state on every rank, or on none"}
-"""Hints of errors of ranks with different arguments; the others get a general one."""
 
 
 class CheckpointManager:
@@ -162,12 +153,11 @@ class CheckpointManager:
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
-        self._ranks: Ranks | None = None
         self._memory: dict[str, HostMemory] = {}
         self._background = Background()
         self._group: Any = None
         self._warned = False
-        self._checked: dict[str, weakref.ref[Any]] = {}
+        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saved: KnownEngines = {}
         self._skipped: dict[str, Skipped] = {}
         self._parent: tuple[str, str] | None = None
@@ -230,9 +220,7 @@ class CheckpointManager:
             CkptError: This save failed, or the previous one in the background; names the rank. Nothing was committed.
         """
         self.wait()
-        return self.save_into(
-            self.root,
-            engine,
+        arguments = Save(
             tag=tag,
             client_state={} if client_state is None else client_state,
             metrics={} if metrics is None else metrics,
@@ -240,154 +228,106 @@ class CheckpointManager:
             exclude_frozen=exclude_frozen_parameters,
             save_latest=save_latest,
             rank_state=rank_state,
-            known=self._saved,
         )
+        return self.save_into(self.root, engine, arguments, self._saved)
 
-    def save_into(  # noqa: PLR0913  the arguments of ``save``
-        self,
-        root: str,
-        engine: Any,
-        *,
-        tag: str | None,
-        client_state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        overwrite: bool,
-        exclude_frozen: bool,
-        save_latest: bool = True,
-        before: tuple[str, int] | None = None,
-        rank_state: Any = None,
-        root_files: Mapping[str, bytes] | None = None,
-        known: KnownEngines | None = None,
-    ) -> SaveReport | None:
+    def save_into(self, root: str, engine: Any, save: Save, known: KnownEngines | None = None) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
 
-        ``root`` is on the manager's storage. ``before`` is attempt and number of the previous commit; None for the one
-        that ``latest`` in ``root`` names. ``root_files`` are files of the root that this rank writes before the commit,
-        by path relative to the root; ``known`` are the engines of the run, and gets these; other arguments are as for
-        ``save``.
+        Args:
+            root: A root on the manager's storage.
+            engine: As for ``save``.
+            save: The other arguments of ``save``.
+            known: The engines of the run, which gets these.
         """
         began = time.perf_counter()
-        from ckpttool.integrations.deepspeed.capture import capture, groups_without_zero, known_engine, merged
-        from ckpttool.integrations.deepspeed.engine import check_engine, engine_batch, whole_layers
-        from ckpttool.integrations.deepspeed.rank_states import rank_state_file
-        from ckpttool.integrations.deepspeed.states import optimizer_identity
-
-        requests: list[Request] = []
-        inspected: dict[str, LiveEngine] = {}
-        own_files: dict[str, Any] = {}
-        engines = engines_by_name(engine)
-        first, *_ = engines.values()
-
-        def check() -> None:
-            facts: dict[str, dict[str, Any]] = {}
-            if "" not in engines and self._rules is not None and (self._rules.thin or self._rules.thin_every):
-                problem = "is not possible for a checkpoint of several engines"
-                raise ArgumentError("thin", problem, "leave out thin and thin_every")
-            for one in engines.values():
-                check_engine(one)
-            check_known(engines, known)
-            for name, one in engines.items():
-                with whole_layers(one):
-                    live = inspected[name] = known_engine(one)
-                check_client_state(client_state, one)
-                if rank_state is not None and one is first:
-                    own_files.update(rank_state_file(live.topology, ranks, rank_state))
-                facts[name] = {
-                    "step": int(one.global_steps),
-                    "stage": int(one.zero_optimization_stage()),
-                    "groups": groups_without_zero(live),
-                    "optimizer": optimizer_identity(live),
-                    "batch": engine_batch(one).to_config(),
-                }
-            requests.append(
-                Request(
-                    tag=checked_tag(f"global_step{int(first.global_steps)}" if tag is None else tag),
-                    **next(iter(facts.values())),
-                    metrics=checked_metrics(metrics),
-                    versions=versions(),
-                    overwrite=overwrite,
-                    engines={} if "" in facts else facts,
-                    provenance=current_provenance(first) if self._provenance and ranks.rank == 0 else {},
-                    latest=save_latest,
-                    before=before,
-                    root_files=root_files or {},
-                )
-            )
-
-        ranks = self._agreeing_ranks()
-        validation = tag_validation(first)
-        one_tag = tag if validation == "FAIL" else None  # else the first rank's counts
-        asked = {
-            "root": root,
-            "tag": one_tag,
-            "tag_validation": validation,
-            "overwrite": overwrite,
-            "exclude_frozen_parameters": exclude_frozen,
-            "save_latest": save_latest,
-            "async_save": self.saves_in_background,
-            "engines": [*engines],
-            "step": getattr(first, "global_steps", None),
-            "rank_state": "missing" if rank_state is None else "given",
-        }
-        what = posixpath.join(root, str(one_tag)) if one_tag is not None else root
-        first_tag = agree_to_begin(
-            ranks, what, asked, check, timeout=self._timeout, hints=HINTS, decide=lambda: requests[0].tag
+        engines, ranks = engines_by_name(engine), self._ranks
+        asked = save.asked(engines) | {"root": root, "async_save": self.saves_in_background}
+        what = root if asked["tag"] is None else posixpath.join(root, str(asked["tag"]))
+        ready, tag = ranks.begin(
+            what,
+            asked,
+            own=partial(self._ready, engines, save, known),
+            decide=lambda ready: ready.request.tag,
+            hints=HINTS,
         )
-        (request,) = requests
-        if request.tag != first_tag:
-            if validation == "WARN":
-                LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, request.tag, first_tag)
-            request = replace(request, tag=first_tag)
+        if ready.request.tag != tag and asked["tag_validation"] == "WARN":
+            LOG.warning("rank %d has tag %s: the save uses rank 0's, %s", ranks.rank, ready.request.tag, tag)
         request = replace(
-            request, skipped=self._skipped.get(posixpath.join(root, request.tag)), parent=self._parent_in(root)
+            ready.request,
+            tag=tag,
+            skipped=self._skipped.get(posixpath.join(root, tag)),
+            parent=self._parent_in(root),
         )
-        parts: list[CapturedFiles] = []
-        digests: dict[str, SavedDigests | None] = {}
-        try:
-            for name, one in engines.items():
-                self._warn_of_gradients(one, ranks)
-                with whole_layers(one):
-                    parts.append(
-                        capture(
-                            one,
-                            tag=request.tag,
-                            client_state=client_state,
-                            memory=self._host_memory(name, one),
-                            exclude_frozen=exclude_frozen,
-                            scratch_root=self.root if self._storage is LOCAL else None,
-                            own_files=own_files if one is first else {},
-                            name=name,
-                        )
-                    )
-                    digests[name] = _digests_of(
-                        inspected[name],
-                        parts[-1],
-                        ranks,
-                        client_state,
-                        rank_state if one is first else None,
-                        exclude_frozen=exclude_frozen,
-                        waits=not self.saves_in_background,
-                    )
-                    directory = posixpath.join(root, request.tag)
-                    self._check_restorable(one, name, directory, ranks, parts[-1], strict=not exclude_frozen)
-        except BaseException:
-            merged(parts).release()
-            raise
-        captured = merged(parts)
+        captured, digests = self._capture(posixpath.join(root, tag), ready._replace(request=request), save)
         note_known(engines, known)
+        write = partial(self._write, root, request, captured, digests, began)
         if not self.saves_in_background:
-            report = self._write(root, ranks, request, captured, digests, began, None)
+            report = write()
             if report.error is not None:
                 raise report.error
             return report
         stall = time.perf_counter() - began
         try:
-            self._background.start(lambda: self._write(root, ranks, request, captured, digests, began, stall).error)
+            self._background.start(lambda: write(stall).error)
         except RuntimeError as error:
             captured.release()
             problem = f"was not saved: the program is ending ({error})"
-            raise PlanError(posixpath.join(root, request.tag), problem, "save before its end") from error
+            raise PlanError(posixpath.join(root, tag), problem, "save before its end") from error
         return None
+
+    def _ready(self, engines: Mapping[str, Any], save: Save, known: KnownEngines | None) -> Ready:
+        """Check that this rank can begin a save, and describe its engines."""
+        if "" not in engines and self._rules is not None and (self._rules.thin or self._rules.thin_every):
+            problem = "is not possible for a checkpoint of several engines"
+            raise ArgumentError("thin", problem, "leave out thin and thin_every")
+        return ready_to_save(engines, save, self._ranks, known, provenance=self._provenance)
+
+    def _capture(
+        self, directory: str, ready: Ready, save: Save
+    ) -> tuple[CapturedFiles, dict[str, SavedDigests | None]]:
+        """Capture the state of the engines, and check in an engine's first save that a restore would accept it."""
+        from ckpttool.integrations.deepspeed.capture import CapturedFiles, capture, merged
+
+        first_saves: list[tuple[LiveEngine, CapturedFiles]] = []
+        captured, own_files, rank_state = CapturedFiles(), ready.own_files, save.rank_state
+        digests: dict[str, SavedDigests | None] = {}
+        try:
+            for name, live in ready.live.items():
+                self._warn_of_gradients(live.engine)
+                with whole_layers(live.engine):
+                    part = capture(
+                        live.engine,
+                        tag=ready.request.tag,
+                        client_state=save.client_state,
+                        memory=self._host_memory(name, live.engine),
+                        exclude_frozen=save.exclude_frozen,
+                        scratch_root=self.root if self._storage is LOCAL else None,
+                        own_files=own_files,
+                        name=name,
+                    )
+                    captured = merged([captured, part])
+                    digests[name] = _digests_of(
+                        live,
+                        part,
+                        self._ranks,
+                        save.client_state,
+                        rank_state,
+                        exclude_frozen=save.exclude_frozen,
+                        waits=not self.saves_in_background,
+                    )
+                if live.engine not in self._checked:
+                    first_saves.append((live, part))
+                own_files, rank_state = {}, None  # the first engine has the states of the ranks
+            if first_saves:
+                from ckpttool.integrations.deepspeed.restorable import check_restorable
+
+                check_restorable(first_saves, directory, self._ranks, strict=not save.exclude_frozen)
+                self._checked.update(live.engine for live, _ in first_saves)
+        except BaseException:
+            captured.release()
+            raise
+        return captured, digests
 
     @property
     def saving(self) -> bool:
@@ -448,41 +388,14 @@ class CheckpointManager:
             dry_run=dry_run,
             prove=prove,
             allow=self._allow,
+            committed=require_committed,
+            signed=require_signed,
         )
-        return self._restore(engine, tag, options, committed=require_committed, signed=require_signed)
-
-    def _restore(
-        self, engine: Any, tag: str | None, options: LoadOptions, *, committed: bool, signed: bool
-    ) -> dict[str, Any] | None:
         self.wait()
         found = self.begin_restore(
-            engine,
-            lambda: [one.path for one in find(self.source, self.root, tag)],
-            options,
-            root=self.root,
-            tag=tag,
-            committed=committed,
-            signed=signed,
+            engine, lambda: [one.path for one in find(self.source, self.root, tag)], options, root=self.root, tag=tag
         )
-        opener = self.opener(committed=committed, signed=signed, module_only=options.weights_only)
-        return self.restore_first(found, engine, options, fall_back=tag is None, open_=opener)
-
-    def opener(self, *, committed: bool = False, signed: bool = False, module_only: bool = False) -> Opener:
-        """Return a function that opens a checkpoint to restore.
-
-        Args:
-            committed: Refuse checkpoints without a manifest.
-            signed: Refuse manifests that are not signed with the manager's key.
-            module_only: As for ``open_whole``.
-
-        Raises:
-            ArgumentError: The manager has no key.
-        """
-        if signed and self._key is None:
-            raise ArgumentError(
-                "require_signed", "needs a key to compare signatures with", "pass sign_key to the manager"
-            )
-        return partial(open_whole, key=self._key if signed else None, committed=committed, module_only=module_only)
+        return self.restore_first(found, engine, options, fall_back=tag is None)
 
     def begin_restore(
         self,
@@ -490,25 +403,31 @@ class CheckpointManager:
         search: Callable[[], list[str]],
         options: LoadOptions,
         known: KnownEngines | None = None,
-        **arguments: Any,
+        **asked: Any,
     ) -> list[str]:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments.
 
-        ``known`` are the engines of the run.
+        Args:
+            engine: As for ``restore``.
+            search: Returns the paths of the checkpoints, best first.
+            options: The options.
+            known: The engines of the run; None to allow any.
+            **asked: Other arguments that must be the same on all ranks.
         """
-        from ckpttool.integrations.deepspeed.engine import inspect_engine
-
         engines = engines_by_name(engine)
-        arguments |= {"engines": [*engines]} | options.agreed()
-
-        def check() -> None:
-            for one in engines.values():
-                inspect_engine(one)
-            check_known(engines, known)
-
-        ranks = self._agreeing_ranks()
-        found: list[str] = agree_to_begin(ranks, self.root, arguments, check, timeout=self._timeout, decide=search)
+        asked |= {"engines": [*engines]} | options.agreed()
+        ready = partial(self._check_restored, engines, options, known)
+        _, found = self._ranks.begin(self.root, asked, own=ready, decide=lambda _: search())
         return found
+
+    def _check_restored(self, engines: Mapping[str, Any], options: LoadOptions, known: KnownEngines | None) -> None:
+        """Check that this rank can restore."""
+        if options.signed and self._key is None:
+            problem = "needs a key to compare signatures with"
+            raise ArgumentError("require_signed", problem, "pass sign_key to the manager")
+        for one in engines.values():
+            inspect_engine(one)
+        check_known(engines, known)
 
     def restore_first(
         self,
@@ -517,37 +436,33 @@ class CheckpointManager:
         options: LoadOptions,
         *,
         fall_back: bool,
-        open_: Opener = open_whole,
     ) -> dict[str, Any] | None:
         """Restore the first of some checkpoints; with ``fall_back``, the next one if it is damaged.
 
         ``restored_path`` gets its path. Of several engines, all get the same checkpoint.
         """
         from ckpttool.integrations.deepspeed.load import restore_engines
-        from ckpttool.integrations.deepspeed.load_plan import thin_error
-        from ckpttool.integrations.torch.collectives import agree_on_all_ranks, open_together
+        from ckpttool.integrations.deepspeed.match import thin_error
+        from ckpttool.integrations.torch.collectives import open_together
 
         self.restored = None
         engines = engines_by_name(engine)
         wanted = () if options.weights_only else tuple(engines)
-        ranks, storage = self._agreeing_ranks(), self.source
+        ranks, storage = self._ranks, self.source
+        key = self._key if options.signed else None
+        open_ = partial(open_whole, key=key, committed=options.committed, module_only=options.weights_only)
         first: CkptError | None = None
         thin = False
         for path in found:
             try:
                 opened = [
-                    open_together(
-                        path, storage, partial(_open_engine, open_, storage, path, name, wanted), ranks,
-                        timeout=self._timeout,
-                    )
+                    open_together(path, storage, partial(_open_engine, open_, storage, path, name, wanted), ranks)
                     for name in engines
-                ]  # fmt: skip
+                ]
                 if opened[0].thin and fall_back and not options.without_optimizer:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
-                agree = partial(agree_on_all_ranks, ranks, path, timeout=self._timeout)
-                pairs = [*zip(engines.values(), opened, strict=True)]
-                reports = restore_engines(pairs, options, agree, ranks)
+                reports = restore_engines([*zip(engines.values(), opened, strict=True)], options, ranks)
             except (PlanError, LinkError, RankError, ProofError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
@@ -557,25 +472,21 @@ class CheckpointManager:
                     self.skip(path, error)
                 first = first or error
                 continue
-            if not options.dry_run and ranks.rank == 0:
-                LOG.info("%s", "; ".join(map(str, reports)))
-            # The first engine of the save has the states of the ranks.
-            of_ranks = next((one for one in reports if one.rank_states), reports[0])
-            self.restored = replace(reports[0], rank_state=of_ranks.rank_state, rank_states=of_ranks.rank_states)
-            self.restored_path = path
-            if ranks.rank == 0 and not options.dry_run:
-                with contextlib.suppress(CkptError):
-                    self._parent = _attempt_of(storage, path), Place(storage, self.root).newest
+            self._note_restored(path, reports, options)
             return dict(reports[0].client_state)
         if first is not None:
-            held = f"{len(found)} checkpoints" if len(found) > 1 else "a checkpoint"
-            problem = f"holds {held}, and none can be restored; of the newest: {first.problem}"
-            weights = (
-                "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
-            )
-            hint = f"restore one from a copy, {weights}or choose another root to start from scratch"
-            raise LayoutError(self.root, problem, hint)
+            raise _none_restorable(self.root, len(found), first, thin=thin)
         return None
+
+    def _note_restored(self, path: str, reports: Sequence[LoadReport], options: LoadOptions) -> None:
+        # The first engine of the save has the states of the ranks.
+        of_ranks = next((one for one in reports if one.rank_states), reports[0])
+        self.restored = replace(reports[0], rank_state=of_ranks.rank_state, rank_states=of_ranks.rank_states)
+        self.restored_path = path
+        if self._ranks.rank == 0 and not options.dry_run:
+            LOG.info("%s", "; ".join(map(str, reports)))
+            with contextlib.suppress(CkptError):
+                self._parent = _attempt_of(self.source, path), Place(self.source, self.root).newest
 
     def skip(self, path: str, error: CkptError) -> None:
         """Note a checkpoint that a restore passes over, on the first rank.
@@ -612,14 +523,14 @@ class CheckpointManager:
     def _write(
         self,
         root: str,
-        ranks: Ranks,
         request: Request,
         captured: CapturedFiles,
         digests: Mapping[str, SavedDigests | None],
         began: float,
-        stall: float | None,
+        stall: float | None = None,
     ) -> SaveReport:
         """Write the captured state; never raises."""
+        ranks = self._ranks
         digested = _Digesting(digests)
         before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
@@ -630,14 +541,13 @@ class CheckpointManager:
             if names := list(dict.fromkeys(name for classes in unknown for name in classes)):
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
             request = replace(request, sidecars=captured.root_files, sign_key=self._key)
-            manifest = save(
+            manifest = two_phase.save(
                 self._storage,
                 root,
                 ranks,
                 request,
                 captured.files,
                 failed=captured.failed,
-                timeout=self._timeout,
                 digests=digested.result,
             )
             self.committed = manifest.attempt, manifest.number
@@ -685,32 +595,19 @@ class CheckpointManager:
         except Exception:
             LOG.exception("on_save failed")
 
-    def _agreeing_ranks(self) -> Ranks:
-        if self._ranks is None:
-            from ckpttool.integrations.torch.collectives import ranks_of_process_group
+    @cached_property
+    def _ranks(self) -> Ranks:
+        """The ranks of the run; they meet at the first save or restore, because a constructor may fail on one."""
+        from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
-            self._ranks = ranks_of_process_group(MEETING)
-        return self._ranks
+        return ranks_of_process_group(MEETING, self._timeout)
 
-    def _check_restorable(
-        self, engine: Any, name: str, directory: str, ranks: Ranks, captured: CapturedFiles, *, strict: bool
-    ) -> None:
-        """Check the first save of an engine before anything is written."""
-        from ckpttool.integrations.deepspeed.restorable import check_restorable
-
-        checked = self._checked.get(name)
-        if checked is None or checked() is not engine:
-            check_restorable(engine, directory, ranks, captured, name=name, strict=strict, timeout=self._timeout)
-            self._checked[name] = weakref.ref(engine)
-
-    def _warn_of_gradients(self, engine: Any, ranks: Ranks) -> None:
+    def _warn_of_gradients(self, engine: Any) -> None:
         """Warn once of a save between two micro batches: gradients are in no checkpoint."""
-        from ckpttool.integrations.deepspeed.engine import micro_batches
-
         if self._warned or not micro_batches(engine):
             return
         self._warned = True
-        if ranks.rank == 0:
+        if self._ranks.rank == 0:
             LOG.warning(
                 "a save between two micro batches leaves out the accumulated gradients, so that a resumed run differs: "
                 "save after a step of the optimizer"
@@ -788,49 +685,20 @@ class _Digesting:
         return next(iter(self._found.values())) if "" in self._found else self._found
 
 
-def engines_by_name(engine: Any) -> dict[str, Any]:
-    """Return engines by name; "" is the name of an engine that is alone.
-
-    Raises:
-        ArgumentError: A name cannot name a directory, an engine has two names, or the mapping is empty.
-    """
-    if not isinstance(engine, Mapping):
-        return {"": engine}
-    for name in engine:
-        if not isinstance(name, str) or "/" in name or checked_tag(name) != name:
-            problem = f"has the name {brief(name)}, which cannot name a directory"
-            raise ArgumentError("engine", problem, "use letters and digits")
-    if not engine:
-        raise ArgumentError("engine", "is an empty mapping", 'pass engines by name, such as {"policy": engine}')
-    if len({id(one) for one in engine.values()}) < len(engine):
-        raise ArgumentError("engine", f"has one engine under two of the names {', '.join(engine)}", "pass each once")
-    return dict(engine)
-
-
-def check_known(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
-    """Refuse engines beside others of the run: a restore would load the newest state of both into each.
+def _none_restorable(root: str, count: int, first: CkptError, *, thin: bool) -> LayoutError:
+    """Return the error of a restore that no checkpoint satisfies.
 
     Args:
-        engines: The engines by name.
-        known: The engines of the run before; None to allow any.
-
-    Raises:
-        ArgumentError: The run has other engines, which are still there.
+        root: The root.
+        count: Number of checkpoints.
+        first: The error of the newest.
+        thin: Whether one of them is thin.
     """
-    others = [one for name, one in (known or {}).items() if one() is not engines.get(name)]
-    if others:
-        gc.collect()  # an engine that was replaced
-    if any(one() is not None for one in others):
-        problem = "is another than the engine that this run has saved or restored before"
-        hint = 'pass all engines of the run together, in each call: {"policy": a, "critic": b}'
-        raise ArgumentError("engine", problem, hint)
-
-
-def note_known(engines: Mapping[str, Any], known: KnownEngines | None) -> None:
-    """Replace the known engines of the run by these."""
-    if known is not None:
-        known.clear()
-        known.update({name: weakref.ref(one) for name, one in engines.items()})
+    held = f"{count} checkpoints" if count > 1 else "a checkpoint"
+    problem = f"holds {held}, and none can be restored; of the newest: {first.problem}"
+    weights = "load the weights of a thin one with ckpttool.load(engine, src, weights_only=True), " if thin else ""
+    hint = f"restore one from a copy, {weights}or choose another root to start from scratch"
+    return LayoutError(root, problem, hint)
 
 
 def _open_engine(open_: Opener, storage: Storage, path: str, name: str, wanted: Collection[str]) -> Checkpoint:
@@ -886,134 +754,3 @@ def _attempt_of(storage: Storage, path: str) -> str:
         return read_manifest(storage, path).attempt if is_commit(storage, path) else ""
     except CkptError:
         return ""
-
-
-MAX_NAME_BYTES = 200
-"""Maximum bytes of a part of a tag: file names have at most 255, and a replacement or removal adds suffixes."""
-NOT_TAGS = frozenset({LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", MANIFEST, MARK})
-"""Names of files in the root: no tag may have them."""
-CHOOSE = "choose another tag"
-
-
-def checked_tag(given: Any) -> str:
-    """Return a tag that can name a directory.
-
-    Raises:
-        ArgumentError: It cannot name a directory.
-    """
-    tag = str(given)
-    if not tag.isprintable() or any(part in {"", ".", ".."} or part.startswith(".") for part in tag.split("/")):
-        problem = f"cannot be {brief(tag)}: a tag is printable, and no part of it begins with a dot"
-        raise ArgumentError("tag", problem, CHOOSE)
-    if any(len(part.encode()) > MAX_NAME_BYTES for part in tag.split("/")):
-        problem = f"cannot be {brief(tag, 40)}: no part of a tag may be longer than {MAX_NAME_BYTES} bytes"
-        raise ArgumentError("tag", problem, CHOOSE)
-    if tag in NOT_TAGS or tag.endswith((REPLACED, PARTIAL, ".removed")):
-        raise ArgumentError("tag", f"cannot be {brief(tag)}: the root has a file of that name", CHOOSE)
-    return tag
-
-
-def tag_validation(engine: Any) -> str:
-    """Return the configured check for tags that differ between ranks: "WARN", "IGNORE" or "FAIL"; default: FAIL.
-
-    DeepSpeed's own default warns: its ranks then write one checkpoint into several directories.
-
-    Source: DeepSpeed 0.19.8, runtime/engine.py (``_checkpoint_tag_validation``).
-    """
-    config = getattr(getattr(engine, "_config", None), "_param_dict", {}).get("checkpoint")
-    return str((config or {}).get("tag_validation", "FAIL")).upper()
-
-
-def check_client_state(client_state: Any, engine: Any) -> None:
-    """Refuse client state whose names a restore would not return.
-
-    Raises:
-        ArgumentError: It is not a mapping, or has a name that is not text or is reserved by DeepSpeed.
-    """
-    from ckpttool.formats.zero.module import ENGINE_KEYS
-
-    reserved = ENGINE_KEYS | {"folding"}
-    if not engine.has_moe_layers:
-        reserved -= {"universal_checkpoint_info"}  # Megatron-DeepSpeed passes it here, and DeepSpeed reads it here
-
-    if not isinstance(client_state, Mapping):
-        problem = f"is a {type(client_state).__name__}, not a mapping"
-        raise ArgumentError("client_state", problem, 'pass a dict, as client_state={"step": step}')
-    for name in client_state:
-        if not isinstance(name, str):
-            raise ArgumentError("client_state", f"has the name {brief(name)}, which is not text", "use text as names")
-    if taken := sorted(set(client_state) & reserved):
-        problem = f"has names that DeepSpeed uses in the same file: {', '.join(taken)}"
-        raise ArgumentError("client_state", problem, "use other names")
-
-
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as floats.
-
-    Raises:
-        ArgumentError: They are not a mapping of names to numbers.
-    """
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
-        problem = f"are not a mapping of names to numbers ({type(error).__name__}: {error})"
-        raise ArgumentError("metrics", problem, "pass floats, and leave out missing values") from error
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the saving packages, for the manifest."""
-    import deepspeed
-    import torch
-
-    return {"ckpttool": __version__, "deepspeed": str(deepspeed.__version__), "torch": str(torch.__version__)}
-
-
-class SignalWatch:
-    """Notes signals, and calls the previous handlers; ``restore`` sets those again.
-
-    Args:
-        numbers: The signals.
-
-    Raises:
-        ArgumentError: A number is not a signal or cannot be handled, or this is not the main thread.
-    """
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.noted = False
-        """Whether a signal has arrived."""
-        self._before: dict[int, Any] = {}
-        try:
-            for number in numbers:
-                self._watch(number)
-        except ArgumentError:
-            self.restore()
-            raise
-
-    def _watch(self, number: int) -> None:
-        try:
-            before = signal.getsignal(number)
-        except (ValueError, TypeError) as error:
-            raise ArgumentError("signals", f"has {number!r}, which is not a signal", "use signal.SIGTERM") from error
-        try:
-            signal.signal(number, self._note)
-        except OSError as error:
-            problem = f"has {signal.Signals(number).name}, which no program can handle"
-            raise ArgumentError("signals", problem, "use signal.SIGTERM") from error
-        except ValueError as error:
-            problem = f"cannot be watched in the thread {threading.current_thread().name}"
-            raise ArgumentError("signals", problem, "make the manager in the main thread") from error
-        self._before[number] = before
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.noted = True
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
-
-    def restore(self) -> None:
-        """Set the previous handlers again, except over handlers that other code has set since; main thread only."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if before is not None and signal.getsignal(number) == self._note:
-                signal.signal(number, before)

@@ -9,9 +9,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.checks import Check, ReadChecks
-    from ckpttool.integrations.deepspeed.load_partitions import PackedTensor
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import Fitted
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """One tensor in the file."""
+
+    name: str
+    """Key of the tensor in ``tensors`` of ``plan_replicas``."""
+    dtype: str
+    """safetensors' spelling."""
+    start: int
+    """First byte; a multiple of ALIGNMENT."""
+    nbytes: int
+    """Size in bytes, without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +36,6 @@ class LoadOptions:
     optimizer: bool = True
     scheduler: bool = True
     dry_run: bool = False
-    structure_only: bool = False
-    """Whether no tensor may be read, not even to identify names: the checkpoint is not saved yet."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
@@ -32,6 +43,10 @@ class LoadOptions:
     """True to prove the state after the load; None to prove it on an accelerator, if the save recorded digests."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
+    committed: bool = False
+    """Whether a restore refuses checkpoints without a manifest."""
+    signed: bool = False
+    """Whether a restore refuses manifests that are not signed with the manager's key."""
 
     @property
     def without_optimizer(self) -> bool:
@@ -39,8 +54,8 @@ class LoadOptions:
         return self.weights_only or not self.optimizer
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks, for ``agree_to_begin``."""
-        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove")
+        """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
+        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove", "committed", "signed")
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property

@@ -1,122 +1,190 @@
 """Check before the first save of an engine that a restore into an engine built alike would succeed.
 
-The structure of all ranks' files, without tensors, is written as sparse files to a scratch directory of the first rank.
-It opens them and matches them with its engine as in a restore; the storage of the checkpoint is not used.
+The captured state is described as the checkpoint that it will be, and matched with the engine as in a restore. No file
+is written.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import math
 import posixpath
-import tempfile
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.formats import open_checkpoint
-from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, inspect_engine, parameters_on_nvme
-from ckpttool.integrations.deepspeed.load_plan import prepare
+from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme, whole_layers
+from ckpttool.integrations.deepspeed.match import check_module, match
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.deepspeed.states import optimizer_identity
 from ckpttool.integrations.torch.sampler import POSITION
 from ckpttool.messages import brief
-from ckpttool.saving.files import ArchiveFile
-from ckpttool.storage import LOCAL
+from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State
+from ckpttool.model.places import Computed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.integrations.deepspeed.capture import CapturedFiles
+    from ckpttool.integrations.deepspeed.capture import CapturedFiles, SavedModel
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.files import OutgoingFile
+    from ckpttool.targets.zero.match import LiveModel
 
 LOG = logging.getLogger(__name__)
-SCALAR_BYTES = 1 << 10
-"""Most bytes of a tensor that is copied with the structure: readers read the optimizer's numbers."""
 HINT = "change that, or save with engine.save_checkpoint"
-
-Structure = tuple[str, int, list[tuple[int, bytes]]]
-"""Name and size of a file, and its bytes beside tensors, by offset."""
 
 
 def check_restorable(
-    engine: Any, directory: str, ranks: Ranks, captured: CapturedFiles, *, name: str, strict: bool, timeout: float
+    parts: Sequence[tuple[LiveEngine, CapturedFiles]], directory: str, ranks: Ranks, *, strict: bool
 ) -> None:
-    """Check that captured files can be restored into the engine; call it on every rank.
+    """Check that captured files can be restored into their engines; call it on every rank.
 
     Args:
-        engine: The engine that they are of.
+        parts: Each engine with its files on this rank. If a rank could not capture its own, there is nothing to check.
         directory: Directory of the checkpoint, for errors.
         ranks: The ranks of the run.
-        name: Name of one of several engines; "" for one alone.
-        captured: The files of this rank. If a rank could not capture its own, there is nothing to check.
         strict: Whether all parameters of the model must be there.
-        timeout: Seconds that a rank may lag.
 
     Raises:
         PlanError: They cannot be restored; the same on every rank.
     """
-    own = None if captured.failed is not None else [_structure(file) for file in captured.files]
-    live = inspect_engine(engine)
-    experts = [group.get("name") for group in live.hyperparameters if group.get("moe")]
-    complete: list[Any] = [None] * ranks.size
-    dist.all_gather_object(complete, (own is not None, experts))
-    if not all(captures for captures, _ in complete):
+    ranks.exchange(directory, partial(_told, parts), partial(_check_all, parts, directory, strict))
+
+
+def _told(parts: Sequence[tuple[LiveEngine, CapturedFiles]]) -> list[dict[str, Any]]:
+    """Return what differs between ranks, for each engine."""
+    return [
+        {
+            "captured": captured.failed is None,
+            "experts": [group.get("name") for group in live.hyperparameters if group.get("moe")],
+            "problem": _elastic_problem(live),
+        }
+        for live, captured in parts
+    ]
+
+
+def _check_all(
+    parts: Sequence[tuple[LiveEngine, CapturedFiles]],
+    directory: str,
+    strict: bool,
+    messages: Sequence[Sequence[dict[str, Any]]],
+) -> None:
+    """Check each engine on the first rank; the files of the model are alike on all ranks.
+
+    Raises:
+        PlanError: The files cannot be restored.
+    """
+    for number, (live, captured) in enumerate(parts):
+        for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)):
+            if lost:
+                LOG.warning("%s: %s", directory, lost)
+        with whole_layers(live.engine):
+            _check(live, directory, captured, strict, [message[number] for message in messages])
+
+
+def _check(
+    live: LiveEngine, directory: str, captured: CapturedFiles, strict: bool, messages: Sequence[dict[str, Any]]
+) -> None:
+    """Check one engine.
+
+    Raises:
+        PlanError: The files cannot be restored.
+    """
+    if not all(message["captured"] for message in messages):
         return
-    everyone: list[Any] = [None] * ranks.size
-    dist.gather_object(own, everyone if ranks.rank == 0 else None)
-    for lost in (_unsaved_optimizer(live), _compression(live), _sampler(live), _nvme(live)) if ranks.rank == 0 else ():
-        if lost:
-            LOG.warning("%s: %s", directory, lost)
     # Source: DeepSpeed 0.19.8, moe/utils.py (``split_params_into_different_moe_groups_for_optimizer``: a set of names).
     orders = "its groups of experts have another order than on other ranks: set PYTHONHASHSEED, the same on all ranks"
-    problem = _elastic_problem(live) or ("" if all(names == experts for _, names in complete) else orders)
-
-    def check(problems: list[str]) -> None:
-        """Check the files of all ranks on the first rank, because they are alike."""
-        with tempfile.TemporaryDirectory(prefix=".ckpttool-scratch-") as scratch:
-            path = posixpath.join(scratch, posixpath.basename(directory))
-            try:
-                for found in filter(None, problems):
-                    raise PlanError(path, found, "")
-                _write_sparse([file for files in everyone for file in files], path)
-                checkpoint = open_checkpoint(posixpath.join(path, name) if name else path, storage=LOCAL)
-                # Objects in these two are built with ``allow``, which a restore may add.
-                checkpoint = replace(checkpoint, client_state={}, scheduler=None)
-                prepare(live, checkpoint, LoadOptions(strict=strict, dry_run=True, structure_only=True))
-            except CkptError as failed:
-                why = f"was not saved: it could not be restored: {failed.problem}".replace(path, directory)
-                raise PlanError(directory, why, HINT) from failed
-
-    ranks.agree(directory, problem, check, timeout=timeout)
+    alike = all(message["experts"] == messages[0]["experts"] for message in messages)
+    try:
+        for problem in filter(None, [*(message["problem"] for message in messages), "" if alike else orders]):
+            raise PlanError(directory, problem, "")
+        for problem in _lost(live, captured):
+            raise PlanError(directory, problem, "")
+        saved = captured.model
+        if saved is None or live.engine.has_moe_layers:  # whose experts each rank names by local indexes
+            check_module(live, directory, strict=strict)
+        else:
+            match(live, described(live, directory, saved), LoadOptions(strict=strict, dry_run=True))
+    except CkptError as failed:
+        problem = f"was not saved: it could not be restored: {failed.problem}"
+        raise PlanError(directory, problem, HINT) from failed
 
 
-def _structure(file: OutgoingFile) -> Structure:
-    """Return the bytes of a file beside tensors, and small tensors."""
-    if not isinstance(file, ArchiveFile):
-        return file.name, file.nbytes, []
-    literals, payloads = file.layout
-    small = [
-        (where.start, bytes(file.payloads[key].read(0, where.nbytes)))
-        for key, where in payloads.items()
-        if where.nbytes <= SCALAR_BYTES
-    ]
-    return file.name, file.nbytes, [*literals, *small]
+def described(live: LiveEngine, directory: str, saved: SavedModel) -> Checkpoint:
+    """Return the checkpoint that captured files will be, as far as a match needs it: states have no place in a file.
+
+    Args:
+        live: The engine.
+        directory: Directory of the checkpoint.
+        saved: The content of the file of the model.
+    """
+    model = live.model
+    root, tag = posixpath.split(directory)
+    return Checkpoint(
+        location=directory,
+        root=root,
+        tag=tag,
+        format="zero",
+        stage=live.stage,
+        topology=live.topology,
+        dtype=live.dtype,
+        deepspeed_version=None,
+        step=int(live.engine.global_steps),
+        skipped_steps=0,
+        parameters=() if model is None else _parameters(live, model, saved),
+        buffers=() if model is None else _buffers(model, saved),
+        aliases={} if model is None else model.aliases,
+        groups=tuple(
+            ParamGroup(tuple(names), options, {})
+            for names, options in zip(() if model is None else model.groups, live.hyperparameters, strict=False)
+        ),
+        optimizer=optimizer_identity(live),
+        ds_config=saved.config,
+        files=(),
+    )
 
 
-def _write_sparse(files: Sequence[Structure], directory: str) -> None:
-    for name, nbytes, pieces in files:
-        path = os.path.join(directory, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.truncate(nbytes)
-            for start, data in pieces:
-                file.seek(start)
-                file.write(data)
+def _parameters(live: LiveEngine, model: LiveModel, saved: SavedModel) -> tuple[Parameter, ...]:
+    """Describe the parameters whose values are saved."""
+    there = saved.partitioned if live.stage == 3 else saved.partitioned | saved.module
+    there |= {name for alias, name in model.aliases.items() if alias in there}
+    groups = {name: number for number, names in enumerate(model.groups) for name in names}
+    found = []
+    for name, shape in model.shapes.items():
+        if name in there or not all(shape):  # a tensor without elements may not be saved
+            key = MASTER if live.stage and name in groups else MODULE
+            state = State(shape, "F32", Computed(math.prod(shape)))
+            found.append(Parameter(name, shape, groups.get(name), {key: state}))
+    return tuple(found)
+
+
+def _buffers(model: LiveModel, saved: SavedModel) -> tuple[Buffer, ...]:
+    return tuple(
+        Buffer(name, State(shape, "F32", Computed(math.prod(shape))))
+        for name, shape in model.buffers.items()
+        if name in saved.module
+    )
+
+
+def _lost(live: LiveEngine, captured: CapturedFiles) -> list[str]:
+    """Return the values that the files lack although they name the parameters."""
+    found, saved = [], captured.model
+    if live.topology.tensor_parallel > 1 and not captured.tells_slices:
+        found.append("no file records how tensor parallelism slices parameters (no universal_checkpoint_info)")
+    if saved is None:
+        return found
+    if saved.quantised:
+        name = min(saved.quantised)
+        found.append(f"frozen parameter {name} is quantised to 8 bit (ZeRO++), and its scale is not saved")
+    if live.model is not None and live.stage == 3:
+        trained = {name for names in live.model.groups for name in names}
+        stray = [name for name, p in live.parameters().items() if p.requires_grad and name not in trained]
+        lost = [name for name in stray if name not in saved.partitioned]
+        why = "needs a gradient but is in no group of the optimizer: DeepSpeed saves no values"
+        found += [f"{name} {why}" for name in lost]
+    return found
 
 
 def _unsaved_optimizer(live: LiveEngine) -> str:

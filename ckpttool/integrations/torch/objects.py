@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.arguments import check_installed
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, walk
 from ckpttool.dtypes import DTYPES, numpy_dtype
@@ -41,6 +42,7 @@ def as_torch(values: NDArray[Any]) -> Any:
     Raises:
         ModuleNotFoundError: torch is not installed.
     """
+    check_installed("a tensor of torch")
     import torch
 
     name = next(d.torch for d in DTYPES.values() if numpy_dtype(d.name) == values.dtype)

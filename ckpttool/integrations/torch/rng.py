@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckpttool.arguments import check_installed
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief
 
@@ -47,6 +48,7 @@ def rng_state() -> dict[str, Any]:
         number of the current one. If DeepSpeed's activation checkpointing has a tracker, "deepspeed": its states by
         name. Generators that the program itself has created are not included.
     """
+    check_installed("rng_state")
     import torch
 
     state: dict[str, Any] = {
@@ -75,6 +77,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: It is not such a state.
     """
+    check_installed("set_rng_state")
     import torch
 
     _check_state(state)
@@ -118,6 +121,7 @@ def derive_rng_state(
         ArgumentError: An argument is outside its range, or a state is not one of ``rng_state``.
         PlanError: numpy's global generator was not the default one.
     """
+    check_installed("derive_rng_state")
     import torch
 
     given = list(states)

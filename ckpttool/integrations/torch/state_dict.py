@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.arguments import check_choice
+from ckpttool.arguments import check_choice, check_installed
 from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.checks import checks_for
@@ -198,6 +198,7 @@ class LazyStateDict(Mapping[str, "torch.Tensor"]):
         return found
 
     def _read(self, weight: Weight) -> torch.Tensor:
+        check_installed("a tensor of torch")
         import torch
 
         dtype = DTYPES[weight.dtype]

@@ -178,7 +178,7 @@ page.chart = (
                     .flatMap((f) => [f, f * 10, f * 100, f * 1e3, f * 1e4, f * 1e5, f * 1e6, f * 1e7])
                     .sort((p, q) => p - q),
                 }),
-            space: labels ? 110 : 50,
+            space: labels ? 110 : time ? 90 : 50,
             label: xTitle || undefined,
             labelSize: 20,
             labelFont: axis.font,

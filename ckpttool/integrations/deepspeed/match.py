@@ -1,58 +1,63 @@
-"""The first half of a load: match a checkpoint with the engine, choose a method, and read into host memory."""
+"""Decide whether and how an engine can be loaded from a checkpoint, by descriptions of both; no tensor is read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.commit import has_manifest
-from ckpttool.commit.manifest import commit_directory
 from ckpttool.errors import PlanError
-from ckpttool.execution.checks import checks_for
-from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import expert_sizes, has_optimizer
-from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS, read_native
-from ckpttool.integrations.deepspeed.load_partitions import read_partitions, shape_of
-from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
+from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS
+from ckpttool.integrations.deepspeed.load_partitions import shape_of
+from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
 from ckpttool.model.names import with_names_of
-from ckpttool.plan import CopyPlan
-from ckpttool.plan.builder import CopyBuilder
-from ckpttool.storage import connect
-from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
 from ckpttool.targets.zero.match import Fitted, check_partitionable, fit, listed
 from ckpttool.targets.zero.writer import local_shapes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions
     from ckpttool.model import Checkpoint
 
 BUILD_ALIKE = "build the model with the shapes of the checkpoint"
 CONVERT = "convert it to a universal checkpoint, and load that with load_universal"
 
 
-def prepare(
-    live: LiveEngine,
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-) -> NativeState | PlannedState:
-    """Match a checkpoint with an engine, choose the method, and read the state of this rank, without changes to it.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Match:
+    """How an engine can be loaded from a checkpoint."""
+
+    checkpoint: Checkpoint
+    """The checkpoint, by the engine's names."""
+    fitted: Fitted | None
+    """Its parameters matched with the engine's; None for a model with tensor or pipeline parallelism."""
+    reasons: tuple[str, ...] = ()
+    """Why DeepSpeed cannot load the files as they are; empty if it can."""
+
+    @property
+    def method(self) -> Literal["native", "planned"]:
+        """Native if DeepSpeed gets the content of its own files, "planned" if each rank reads its own ranges."""
+        return "planned" if self.reasons else "native"
+
+
+def match(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> Match:
+    """Match a checkpoint with an engine, and choose the method.
 
     Args:
         live: The engine.
-        checkpoint: Any source.
-        options: What to restore, and how to read.
+        checkpoint: Any source; or a description of a save, whose states have no place in a file.
+        options: What to restore.
 
     Raises:
-        CkptError: The checkpoint does not fit the engine, or reading failed.
+        PlanError: The engine cannot be loaded from it.
     """
-    options = load_options(checkpoint, options)
     if checkpoint.thin and not options.without_optimizer:
         raise thin_error(checkpoint)
     if not options.without_optimizer and live.optimizer is not None and not has_optimizer(live.optimizer):
@@ -60,55 +65,13 @@ def prepare(
         raise PlanError(checkpoint.location, problem, "pass weights_only=True, or an optimizer to deepspeed.initialize")
     if live.model is not None:
         checkpoint = with_names_of(checkpoint, {*live.model.shapes, *live.model.buffers, *live.model.aliases})
-    _check_module(live, checkpoint, strict=options.strict)
+    check_module(live, checkpoint.location, strict=options.strict)
+    source = checkpoint
     if options.without_optimizer:
-        bare = replace(checkpoint, client_state={}, scheduler=None)
-        prepared = _prepare(live, bare, options)
-        return replace(prepared, checkpoint=checkpoint, run_state=_run_state(checkpoint, options))
-    for name in unknown_classes([checkpoint.client_state, checkpoint.scheduler], options.allow)[:1]:
+        source = replace(checkpoint, client_state={}, scheduler=None)  # read apart
+    for name in unknown_classes([source.client_state, source.scheduler], options.allow)[:1]:
         raise unknown_class(checkpoint.location, name)
-    return _prepare(live, checkpoint, options)
-
-
-def _run_state(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
-    """Return the client state and the scheduler's state, without the files of the ranks.
-
-    Raises:
-        CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
-    """
-    client_state = checkpoint.client_state
-    scheduler = None if options.weights_only else checkpoint.scheduler
-    unknown = unknown_classes([client_state, scheduler], options.allow)
-    if options.weights_only and (unknown or lacks_tensors(checkpoint, client_state)):
-        client_state = {}
-    elif unknown:
-        raise unknown_class(checkpoint.location, unknown[0])
-    values = {"client_state": client_state, "scheduler": scheduler}
-    if options.dry_run:
-        return values
-    builder = CopyBuilder(checkpoint)
-    file = TorchFileBuilder("run_state.pt", builder)
-    target = file.build({name: copy_embedded(file, checkpoint, value) for name, value in values.items()})
-    plan = CopyPlan(builder.sources, builder.casts, (target,))
-    checks = checks_for(builder.sources, checkpoint, options.check)
-    with Sources(builder.sources, checks) as sources:
-        with VirtualFile(plan, target, sources, memory=options.memory_bytes) as stream:
-            read: Mapping[str, Any] = read_objects(stream, options.allow)
-        sources.finish_checks()
-        sources.check_unchanged()
-    return read
-
-
-def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> NativeState | PlannedState:
-    if live.model is None or live.topology.tensor_parallel > 1:
-        fitted = None
-        if options.without_optimizer or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
-            problem = f"cannot be re-partitioned for the engine's {_parallel(live)}: only the same ranks can load it"
-            raise PlanError(checkpoint.location, problem, CONVERT)
-        why_not = ""
-    else:
-        fitted = _fit(live, checkpoint, live.model, options)
-        why_not = _why_not_native(live, checkpoint, fitted, options.without_optimizer)
+    fitted = _fitted(live, source, options)
     groups = len(live.model.groups) if live.model is not None else len(live.hyperparameters)
     if not options.without_optimizer and len(live.hyperparameters) != groups:
         problem = f"cannot be loaded: DeepSpeed has rebuilt the optimizer of {groups} groups with a single group"
@@ -117,35 +80,112 @@ def _prepare(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> 
         from ckpttool.integrations.deepspeed.states import check_states  # imports torch
 
         check_states(live, checkpoint)
-    if fitted is None or not why_not:
-        return read_native(live, checkpoint, fitted, options)
-    return _prepare_planned(live, checkpoint, fitted, options, why_not)
+    reasons = () if fitted is None else tuple(_differences(live, source, fitted, options))
+    if fitted is not None and reasons:
+        fitted = _partitionable(live, source, fitted, options, reasons[0])
+    return Match(checkpoint=checkpoint, fitted=fitted, reasons=reasons)
 
 
-def _prepare_planned(
-    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, options: LoadOptions, why_not: str
-) -> PlannedState:
-    """Read the state of this rank for an engine of another layout, if all of it can be partitioned again."""
+def _fitted(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> Fitted | None:
+    """Match the names and shapes of parameters; None if this rank does not have all of them.
+
+    Raises:
+        PlanError: They do not fit.
+    """
+    if live.model is not None and live.topology.tensor_parallel == 1:
+        return _fit(live, checkpoint, live.model, options)
+    if options.without_optimizer or live.topology != checkpoint.topology or not _same_kind(live, checkpoint):
+        problem = f"cannot be re-partitioned for the engine's {_parallel(live)}: only the same ranks can load it"
+        raise PlanError(checkpoint.location, problem, CONVERT)
+    return None
+
+
+def _differences(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, options: LoadOptions) -> Iterator[str]:
+    """Yield why DeepSpeed cannot load these files as they are; nothing if it can."""
+    if options.without_optimizer:
+        yield "the optimizer's states are left out"
+        return
+    if not _same_kind(live, checkpoint):
+        yield "differs from the engine in stage, dtype or format"
+        return
+    if checkpoint.renamed:
+        yield "has the engine's parameters under other names"
+    if _has_other_names(live, checkpoint, fitted):
+        yield "does not have exactly the engine's parameters and groups"
+    if live.stage == 0:
+        if live.topology.expert_parallel != checkpoint.topology.expert_parallel:
+            yield "has another expert-parallel size"
+        return
+    if live.topology != checkpoint.topology:
+        yield "was saved by other ranks"
+    if any(file.kind == "swapped" for file in checkpoint.files):
+        yield "has optimizer states on NVMe"
+    zero = checkpoint.ds_config.get("zero_optimization")
+    settings = zero if isinstance(zero, Mapping) else {}
+    if live.stage < 3:
+        was = bool(settings.get("round_robin_gradients")), bool(settings.get("parameter_alignment"))
+        if was != (live.round_robin, live.alignment > 1):
+            yield "was partitioned in another order"
+    elif not live.engine.has_moe_layers and _has_other_sub_groups(live, fitted, settings.get("sub_group_size")):
+        yield "has other sub-groups"
+
+
+def _has_other_names(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted) -> bool:
+    """Return whether parameters, or their groups, differ between checkpoint and engine."""
+    if not live.stage and live.model is not None:  # untrained parameters may differ
+        return bool({*fitted.missing}.intersection(*live.model.groups))
+    kept = fitted.unrestored_groups and not _is_elastic(checkpoint)
+    return bool(fitted.missing or fitted.unexpected or fitted.fresh or kept or fitted.regrouped)
+
+
+def _has_other_sub_groups(live: LiveEngine, fitted: Fitted, saved: Any) -> bool:
+    """Return whether a ``sub_group_size`` of the saved run cuts the groups otherwise than the engine's."""
+    limits = int(saved) if isinstance(saved, int | float) else SUB_GROUP_SIZE, live.sub_group_size
+    elements = {p.name: p.numel for p in fitted.checkpoint.parameters}
+    for group in fitted.checkpoint.groups:
+        sizes = {name: elements[name] for name in group.parameters}
+        cuts = [[len(s.sizes) for s in sub_groups(sizes, live.topology.data_parallel, limit)] for limit in limits]
+        if cuts[0] != cuts[1]:
+            return True
+    return False
+
+
+def _partitionable(
+    live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, options: LoadOptions, reason: str
+) -> Fitted:
+    """Return the match for an engine of another layout, if all of the checkpoint can be partitioned again.
+
+    Raises:
+        PlanError: A part of it cannot.
+    """
+    from ckpttool.integrations.deepspeed.states import check_form  # imports torch
+
     if not options.without_optimizer:
         check_partitionable(checkpoint)
     if live.stage == 0 and not options.without_optimizer and live.model is not None:
         if live.engine.has_moe_layers:
-            problem = f"{why_not}, and the engine has experts but no ZeRO stage"
+            problem = f"{reason}, and the engine has experts but no ZeRO stage"
             raise PlanError(checkpoint.location, problem, "configure stage 1, 2 or 3, or pass weights_only=True")
         if live.optimizer is None:
-            raise PlanError(
-                checkpoint.location, f"{why_not}, and the engine has no optimizer", "pass weights_only=True"
-            )
+            problem = f"{reason}, and the engine has no optimizer"
+            raise PlanError(checkpoint.location, problem, "pass weights_only=True")
         fitted = fit(checkpoint, live.model, strict=options.strict, weights_only=False)
     if live.model is not None and live.model.others:
         if options.strict and not options.without_optimizer:
-            problem = f"{why_not}, and no other layout can restore {listed(live.model.others)} of the model"
+            problem = f"{reason}, and no other layout can restore {listed(live.model.others)} of the model"
             raise PlanError(checkpoint.location, problem, "pass strict=False, and they keep the model's values")
         fitted = replace(fitted, notes=(*fitted.notes, f"{listed(live.model.others)}: the model keeps its own values"))
-    return read_partitions(live, checkpoint, fitted, options)
+    if not options.without_optimizer:
+        check_form(live, checkpoint, ("state", "param_groups"))
+    parameters = live.parameters()
+    stray = [p.name for p in fitted.checkpoint.parameters if p.frozen and parameters[p.name].requires_grad]
+    if stray and live.stage == 3 and not options.without_optimizer:  # DeepSpeed loads fragments of frozen ones alone
+        why = f"holds {stray[0]}, which needs a gradient but is in no group of the optimizer: ZeRO-3 cannot load it"
+        raise PlanError(checkpoint.location, why, "add it to the optimizer, freeze it, or choose stage 0 to 2")
+    return fitted
 
 
-def _check_module(live: LiveEngine, checkpoint: Checkpoint, *, strict: bool) -> None:
+def check_module(live: LiveEngine, location: str, *, strict: bool) -> None:
     """Check that files can contain the tensors of the module, and that torch can write into them.
 
     Source: torch 2.13, aten/src/ATen/MemoryOverlap.cpp (``has_internal_overlap``).
@@ -167,20 +207,13 @@ def _check_module(live: LiveEngine, checkpoint: Checkpoint, *, strict: bool) -> 
         ):
             problem, hint = "is an expanded view, which torch cannot load into", "register a clone() of it"
         if problem:
-            raise PlanError(checkpoint.location, f"{name} of the model {problem}", hint)
+            raise PlanError(location, f"{name} of the model {problem}", hint)
 
 
 def thin_error(checkpoint: Checkpoint) -> PlanError:
     """Return the error of a load that wants more than the weights of a thin checkpoint."""
     problem = "is thin: prune has removed its optimizer states, and kept the weights"
     return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
-
-
-def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
-    """Return the options with all checksums to be compared, if a manifest covers every byte."""
-    storage = connect(checkpoint.storage)
-    committed = has_manifest(storage, commit_directory(storage, checkpoint.location)[0])
-    return replace(options, check="full") if committed else options
 
 
 def _parallel(live: LiveEngine) -> str:
@@ -200,49 +233,6 @@ def _is_elastic(checkpoint: Checkpoint) -> bool:
     config = checkpoint.ds_config.get("zero_optimization")
     elastic = isinstance(config, Mapping) and bool(config.get("elastic_checkpoint"))
     return elastic and not any(group.hyperparameters.keys() - {"step"} for group in checkpoint.groups)
-
-
-def _why_not_native(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, without_optimizer: bool) -> str:
-    """Return why DeepSpeed cannot load these files directly; "" if it can."""
-    if without_optimizer:
-        return "the optimizer's states are left out"
-    if not _same_kind(live, checkpoint):
-        return "differs from the engine in stage, dtype or format"
-    if checkpoint.renamed:
-        return "has the engine's parameters under other names"
-    differs: object = fitted.missing or fitted.unexpected
-    if not live.stage and live.model is not None:  # untrained parameters may differ
-        differs = {*fitted.missing}.intersection(*live.model.groups)
-    kept = fitted.unrestored_groups and not _is_elastic(checkpoint)
-    if differs or (live.stage and (fitted.fresh or kept or fitted.regrouped)):
-        return "does not have exactly the engine's parameters and groups"
-    if live.stage == 0:
-        return (
-            ""
-            if live.topology.expert_parallel == checkpoint.topology.expert_parallel
-            else "has another expert-parallel size"
-        )
-    if live.topology != checkpoint.topology:
-        return "was saved by other ranks"
-    if any(file.kind == "swapped" for file in checkpoint.files):
-        return "has optimizer states on NVMe"
-    config = checkpoint.ds_config.get("zero_optimization")
-    config = config if isinstance(config, Mapping) else {}
-    if live.stage < 3:
-        was = (bool(config.get("round_robin_gradients")), bool(config.get("parameter_alignment")))
-        return "" if was == (live.round_robin, live.alignment > 1) else "was partitioned in another order"
-    limit = config.get("sub_group_size")
-    limit = int(limit) if isinstance(limit, int | float) else SUB_GROUP_SIZE
-    for group in fitted.checkpoint.groups if not live.engine.has_moe_layers else ():
-        sizes = {p.name: p.numel for p in fitted.checkpoint.parameters if p.name in set(group.parameters)}
-        sizes = {name: sizes[name] for name in group.parameters}
-        cuts = [
-            [len(s.sizes) for s in sub_groups(sizes, live.topology.data_parallel, n)]
-            for n in (limit, live.sub_group_size)
-        ]
-        if cuts[0] != cuts[1]:
-            return "has other sub-groups"
-    return ""
 
 
 def _fit(live: LiveEngine, checkpoint: Checkpoint, model: Any, options: LoadOptions) -> Fitted:
