@@ -25,7 +25,7 @@ from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
-from ckpttool.saving.coordination import TIMEOUT
+from ckpttool.saving.coordination import TIMEOUT, attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -180,21 +180,17 @@ def prove_state(
     """
     began, path = time.perf_counter(), checkpoint.location
     recorded = checkpoint.digests is not None
-    state, failed = _attempted(subject)
-    if state is not None:
-        checkpoint = with_names_of(checkpoint, {*(piece.name for piece in state.pieces), *state.aliases})
-        read, failed = _attempted(partial(in_order, checkpoint, [*state.group_of]))
-        checkpoint = read or checkpoint
+    made = attempt(partial(_with_names_of_state, subject, checkpoint))
 
     def own() -> dict[str, Any]:
-        if state is None or failed is not None:
-            raise failed or LayoutError(path, "has no live state", "this is a bug in ckpttool")
-        saved = None if recorded else state_digest(checkpoint, (ranks.rank, ranks.size)).to_json()
+        state, named = made.result()
+        saved = None if recorded else state_digest(named, (ranks.rank, ranks.size)).to_json()
         return {"live": state.digest().to_json(), "saved": saved}
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        saved = _expected(checkpoint, [message["saved"] for message in messages])
-        found = compare(saved, _ranks_of([message["live"] for message in messages]), checkpoint, scope)
+        _, named = made.result()
+        saved = _expected(named, [message["saved"] for message in messages])
+        found = compare(saved, _ranks_of([message["live"] for message in messages]), named, scope)
         if not found.mismatches and not found.tensors:
             raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
         return {
@@ -206,6 +202,7 @@ def prove_state(
         }
 
     verdict = ranks.exchange(path, own, decide)
+    state, checkpoint = made.result()
     mismatches = [Mismatch(*one) for one in verdict["mismatches"]]
     if not mismatches and verdict["rounded"]:
         rounded = {name: TensorDigest.parse(text) for name, text in verdict["rounded"].items()}
@@ -223,6 +220,13 @@ def prove_state(
         unproven=tuple(verdict["notes"]),
         seconds=time.perf_counter() - began,
     )
+
+
+def _with_names_of_state(subject: Callable[[], LiveState], checkpoint: Checkpoint) -> tuple[LiveState, Checkpoint]:
+    """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order."""
+    state = subject()
+    named = with_names_of(checkpoint, {*(piece.name for piece in state.pieces), *state.aliases})
+    return state, in_order(named, [*state.group_of])
 
 
 def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks) -> list[Mismatch]:
@@ -273,9 +277,9 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
         ) from error
 
 
-def _located(problem: Mismatch, state: LiveState | None, checkpoint: Checkpoint, ranks: Ranks) -> Mismatch:
+def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks: Ranks) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
-    if not problem.problem.startswith((OTHER_VALUES, APART)) or state is None:
+    if not problem.problem.startswith((OTHER_VALUES, APART)):
         return problem
 
     def own() -> list[int] | None:
@@ -351,14 +355,6 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
     from ckpttool.integrations.torch.live import live_state
 
     return live_state(model, optimizer, scheduler)
-
-
-def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return a value or the error, which is raised after all ranks have it."""
-    try:
-        return make(), None
-    except Exception as error:
-        return None, error
 
 
 def _error(path: str, problems: Sequence[Mismatch]) -> ProofError:

@@ -53,6 +53,7 @@ TOLD = {
     "late load": ("rank 1 was not heard of in time",) * 2,
     "url": ("rank 1 was not heard of in time", "StorageError: nowhere://root"),
 }
+GATHERS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 LEFT_OUT = {
     "left out by the second": ("rank 1 was not heard of in time; call this on every rank", ""),
     "save after it": ("", ""),
@@ -71,7 +72,9 @@ def _calls(directory: Path) -> dict[str, Any]:
     step(engine, 1)
     root = str(directory / "root")
     manager: Any = CheckpointManager(root, timeout=TIMEOUT)
-    manager.save(engine, tag="older")
+    with mock.patch.multiple(torch.distributed, **dict.fromkeys(GATHERS, mock.DEFAULT)) as gathers:
+        manager.save(engine, tag="older")
+    gathered = [name for name, function in gathers.items() if function.called]
     step(engine, 1)
     manager.save(engine, tag="good", client_state={"n": 1})
     step(engine, 1)
@@ -121,7 +124,7 @@ def _calls(directory: Path) -> dict[str, Any]:
         "left out by the first": lambda: manager.save(engine, tag="t") if second else None,
         "restore after it": lambda: manager.restore(engine, tag="after-second") and None,
     }
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"gathered": gathered}
     for mode in ("Warn", "IGNORE", "fail"):
         engine._config._param_dict["checkpoint"] = {"tag_validation": mode}
         with logged(logging.WARNING) as lines:
@@ -174,6 +177,11 @@ def test_tags_that_differ_are_treated_as_the_configuration_says(found: list[dict
     for text, _, saved in (one["fail"] for one in found):
         assert "rank 0 has tag 'fail-0', rank 1 has 'fail-1'" in text
         assert saved == []
+
+
+def test_the_first_save_gathers_nothing_through_the_process_group(found: list[dict[str, Any]]) -> None:
+    """The ranks agree through its store, so that a save is not mixed up with the collectives of the loop."""
+    assert [one["gathered"] for one in found] == [[], []]
 
 
 def test_the_ranks_go_on_as_if_nothing_had_been(found: list[dict[str, Any]]) -> None:
