@@ -171,7 +171,7 @@ def parameters(c: Checkpoint) -> Iterator[Block]:
         right=["elements"],
         whole=["shape", "kind"],
         prose=["states"],
-        rare=["elements", "kind"],
+        rare=["elements"],
     )
 
 
@@ -240,7 +240,7 @@ def parameter(c: Checkpoint, name: str) -> Iterator[Block]:
     yield Line(f"{name}: shape {_shape(shape)}" + (f", tied to {stored}" if stored else ""))
     right = ["elements", "offset", "bytes", "padding"]
     columns = ["state", "type", "rank", "elements", "offset", "bytes", "padding", "file"]
-    yield Table(columns, rows, right=right, whole=["type", "rank"], rare=["padding", "type", "bytes", "offset"])
+    yield Table(columns, rows, right=right, whole=["type", "rank"], rare=["padding", "type"])
 
 
 # ------------------------------------------------------------------------------------------------- words

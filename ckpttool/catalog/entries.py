@@ -27,13 +27,7 @@ from ckpttool.formats.layouts import (
     step_in,
 )
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
-from ckpttool.formats.scan import (
-    Found,
-    commits,
-    has_files_of_tag,
-    pattern_of,
-    scan,
-)
+from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
@@ -134,7 +128,9 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         hint = f"pass a run below it: {runs}" if runs else "pass the directory that holds their directories"
         raise LayoutError(root, "holds no checkpoints", hint)
     unlisted = [one for one, entry in zip(directories, entries, strict=True) if entry is None and not one.outside]
-    left = tuple(one.tag for one in unlisted if Place(storage, one.path).below())
+    below = (inner for one in unlisted for inner in Place(storage, one.path).below())
+    above = {posixpath.relpath(posixpath.dirname(inner), root) for inner in below}
+    left = tuple(sorted(above - {one.entry.name for one in found}, key=natural_order))
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), left)
@@ -512,7 +508,7 @@ def _own_root(storage: Storage, path: str, *, holds_one: bool) -> list[CkptError
     entries = storage.listing(path)
     if has_files_of_tag(entries):
         return []
-    tags = [one for one in scan(storage, path, depth=1) if one.is_tag]
+    tags = [one for one in scan(storage, path, depth=1) if one.is_tag and not one.damaged]
     trainers = holds_one or any(e.name == TRAINER_STATE for e in entries)
     if not tags or (trainers and len(tags) in {1, len(Place(storage, path).of_one_save)}):
         return []

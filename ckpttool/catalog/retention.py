@@ -14,7 +14,7 @@ from ckpttool.catalog.listing import by_series
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED, link_into, links_below
-from ckpttool.units import format_ago, format_duration, format_size
+from ckpttool.units import format_age, format_ago, format_duration, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -239,8 +239,11 @@ def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], n
         return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
     if entry.torn == BESIDE_WEIGHTS:
         return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
-    if entry.being_saved or quiet < rules.grace_seconds:
+    if entry.being_saved:
         return Decision(entry, keep=True, reason=stays)
+    if quiet < rules.grace_seconds:
+        ages = f"its newest file is {format_age(quiet)} old, grace is {format_age(rules.grace_seconds)}"
+        return Decision(entry, keep=True, reason=f"{stays}; {ages}")
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
     # and so does any that has files of all its sorts.
     own = [one for one in whole if entry.series in {"", one.series}]
@@ -302,7 +305,7 @@ def parse_best(rule: str) -> tuple[str, str, int]:
 def table(found: Sequence[Decision], *, dry_run: bool) -> Iterator[Block]:
     """Yield one row for each checkpoint, then the freed bytes."""
     rows = [(d.entry.name, _verb(d, dry_run=dry_run), format_size(d.entry.nbytes), d.reason) for d in found]
-    yield Table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"])
+    yield Table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"], rare=["size"])
     gone, thinned = (sum(map(test, found)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
     would = "would be " if dry_run else ""
     also = f", {thinned} {would}thinned" if thinned else ""

@@ -50,6 +50,8 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command of some arguments; ``help`` means ``--help``. A mistyped name gets a suggestion."""
+        if ctx.resilient_parsing and args[0] not in COMMANDS:  # the completion of a shell, also after ``help``
+            return None, None, []
         if args[0] == "help":
             args = [*args[1:2], "--help"]
         if args[0] == "--help":

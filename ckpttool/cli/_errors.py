@@ -80,10 +80,15 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
     try:
         code = _run(command, arguments)
     except click.ClickException as error:
+        if "--json" in arguments and isinstance(error, click.UsageError):
+            from ckpttool.cli._output import print_json
+
+            usage = error.ctx.command_path if error.ctx is not None else "ckpttool"
+            print_json({"error": error.format_message(), "path": usage, "hint": f"see {usage} --help"})
         click.echo(hide_secrets(_shown(error)), err=True, nl=False)
         return error.exit_code if isinstance(error, click.UsageError) else FAILED
-    except SystemExit:  # click's answer to a closed pipe on the standard output
-        return FAILED
+    except SystemExit as end:  # of click, after a completion, or for a closed pipe on the standard output
+        return FAILED if end.code else 0
     except CkptError as error:
         # prune prints its decisions as JSON before it fails.
         if "--json" in arguments and not getattr(error, "decisions", ()):

@@ -97,7 +97,9 @@ def plan_rank_files(
     unclear = [p.name for p in checkpoint.parameters if p.frozen] if not checkpoint.tells_buffers else []
     if unclear:
         problem = f"does not say whether {unclear[0]} is a frozen parameter, which is sharded, or a buffer"
-        raise PlanError(checkpoint.location, problem, "name the buffers with buffers", ("buffers",))
+        raise PlanError(
+            checkpoint.location, problem, "pass the names of all that are not sharded in buffers", ("buffers",)
+        )
     builder = CopyBuilder(checkpoint)
     ranks = math.prod(mesh.shape)
     files: list[TargetFile] = []

@@ -13,8 +13,9 @@ import ckpttool as api
 from ckpttool.catalog import copy_plan
 from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
+from ckpttool.commit.marks import mark_damaged
 from ckpttool.errors import PlanError
-from ckpttool.storage import MARK, aside_name, open_storage
+from ckpttool.storage import LOCAL, MARK, aside_name, open_storage
 from tests.cli.command import ckpttool, remains
 from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
 from tests.wording import refused
@@ -422,3 +423,14 @@ def test_a_directory_of_roots_says_what_is_not_listed_and_why_a_row_has_no_forma
     (unread,) = (line for line in lines if line.startswith("ds0.3.16"))
     assert "a root of its own, with a checkpoint; lists its parameters without their groups" in unread
     assert lines[-1].startswith("note: not listed: zero2-dp2-bf16-trainer, with checkpoints of their own")
+
+
+def test_a_folder_of_the_trainer_with_a_checkpoint_that_was_moved_aside_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(source("zero2-dp2-bf16-trainer"), folder)
+    shutil.copytree(folder / "global_step3", folder / "global_step3.damaged")
+    next((folder / "global_step3.damaged").glob("*optim_states.pt")).unlink()
+    mark_damaged(LOCAL, str(folder / "global_step3.damaged"), "a file is missing", for_good=True)
+    (entry,) = api.ls(tmp_path).entries
+    assert (entry.whole, entry.problem) == (True, None)
+    assert api.inspect(tmp_path).step == 3

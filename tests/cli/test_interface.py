@@ -81,7 +81,7 @@ def test_wrong_usage_exits_with_2_and_says_how_it_is_right(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     done = ckpttool(*arguments)
-    assert (done.code, done.stdout) == (2, "")
+    assert (done.code, "--json" in arguments) == (2, bool(done.stdout))
     assert done.stderr.startswith(("Usage: ckpttool", "Error: --"))
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == []
@@ -583,3 +583,12 @@ def test_a_duration_needs_a_unit(tmp_path: Path) -> None:
     done = ckpttool("prune", tmp_path, "--torn", "--grace", "5")
     assert done.code == 2
     assert "'5' has no unit; write 5d, 5h, 5min or 5s" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["convert", ZERO3, "out", "--to", "zeroo"], ["ls", "--no-such"]])
+def test_wrong_usage_is_told_as_json_too(arguments: list[str]) -> None:
+    done = ckpttool(*arguments, "--json")
+    told = json.loads(done.stdout)
+    assert (done.code, told["path"]) == (2, f"ckpttool {arguments[0]}")
+    assert told["error"] in done.stderr
+    assert told["hint"] == f"see ckpttool {arguments[0]} --help"

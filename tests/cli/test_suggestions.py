@@ -127,3 +127,8 @@ def test_a_shell_completes_commands_tags_and_names(tmp_path: Path) -> None:
     assert _completed(f"inspect {tmp_path / 'gone'} --param he") == []
     for shell in ("bash", "zsh", "fish"):
         assert "_CKPTTOOL_COMPLETE" in ckpttool("completion", shell).stdout
+
+
+def test_completion_after_help_and_after_a_mistyped_command_is_no_error() -> None:
+    assert _completed("help con") == ["consolidate", "convert"]
+    assert "inspect" in _completed("inpsect ")
