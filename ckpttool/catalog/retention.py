@@ -231,19 +231,19 @@ def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], n
     """Decide about a checkpoint that is not whole; remove it only if no save seems to write it."""
     if entry.is_root:
         return Decision(entry, keep=True, reason=str(entry.problem))
-    stays = _not_whole(entry)
+    kept = _not_whole(entry)
     if not rules.torn or entry.is_unread:
-        return Decision(entry, keep=True, reason=stays)
+        return Decision(entry, keep=True, reason=kept)
     quiet = abs(now - (entry.modified or 0.0))
     if entry.torn is None:
         return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
     if entry.torn == BESIDE_WEIGHTS:
         return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
     if entry.being_saved:
-        return Decision(entry, keep=True, reason=stays)
+        return Decision(entry, keep=True, reason=kept)
     if quiet < rules.grace_seconds:
         ages = f"its newest file is {format_age(quiet)} old, grace is {format_age(rules.grace_seconds)}"
-        return Decision(entry, keep=True, reason=f"{stays}; {ages}")
+        return Decision(entry, keep=True, reason=f"{kept}; {ages}")
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
     # and so does any that has files of all its sorts.
     own = [one for one in whole if entry.series in {"", one.series}]
