@@ -172,6 +172,73 @@ def test_a_parameter_in_no_group_is_restored_or_refused(tmp_path: Path) -> None:
         assert "is in no group of the optimizer: ZeRO-3 cannot load it; add it" in told
 
 
+def _untied(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Save a model with a tied parameter, and restore it into one that has untied it and does not train it."""
+    import deepspeed
+    import torch
+
+    def build(seed: int, *, saved: bool) -> Any:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6))
+        if saved:
+            net[2].weight = net[0].weight
+            net[0].requires_grad_(job["was trained"])
+        else:
+            net[0].requires_grad_(job["was trained"])
+            net[2].weight.requires_grad_(job["requires gradient"])
+        trained = [p for n, p in net.named_parameters() if p.requires_grad and (saved or n != "2.weight")]
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": job["stage"]},
+            "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(trained), config=config)[0]
+
+    def values(engine: Any, number: int) -> list[float]:
+        weight = engine.module[number].weight
+        with deepspeed.zero.GatheredParameters([weight], enabled=job["stage"] == 3):
+            return [float(one) for one in weight.detach().flatten()]
+
+    engine = build(0, saved=True)
+    engine.backward(engine(torch.ones(2, 6)).pow(2).mean())
+    engine.step()
+    manager = ckpttool.CheckpointManager(directory / job["id"])
+    manager.save(engine, tag="a")
+    found: dict[str, Any] = {"saved": values(engine, 0)}
+    paths = {
+        "load": lambda live: ckpttool.load(live, directory / job["id"], tag="a"),
+        "weights alone": lambda live: ckpttool.load(live, directory / job["id"], tag="a", weights_only=True),
+        "restore": lambda live: manager.restore(live, tag="a"),
+    }
+    for name, load in paths.items():
+        live = build(1, saved=False)
+        began = values(live, 2)
+        told = engines.refusal(lambda load=load, live=live: load(live))  # type: ignore[misc]
+        found[name] = {"began": began, "told": told, "now": values(live, 2)}
+    return found
+
+
+def test_a_parameter_that_was_tied_at_the_save_is_restored_or_refused(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {"stage": stage, "was trained": trained, "requires gradient": gradient}
+        for stage in (1, 3)
+        for trained in (True, False)
+        for gradient in (True, False)
+    ]
+    jobs = [{"id": str(number), "world_size": 2, **job} for number, job in enumerate(jobs)]
+    for job, ranks in zip(jobs, each_on_ranks(_untied, jobs, tmp_path).values(), strict=True):
+        for rank in ranks:
+            for path in ("load", "weights alone", "restore"):
+                one = rank[path]
+                assert one["began"] != rank["saved"]
+                if job["stage"] == 3 and job["requires gradient"] and path != "weights alone":
+                    told = "holds 2.weight, which needs a gradient but is in no group of the optimizer: ZeRO-3 cannot"
+                    assert told in one["told"], (job, path)
+                    assert one["now"] == one["began"]
+                else:
+                    assert one["told"] == "", (job, path)
+                    assert one["now"] == rank["saved"], (job, path)
+
+
 def _experts(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Save experts that are spread over ranks, restore them, and change one on the last rank."""
     import deepspeed

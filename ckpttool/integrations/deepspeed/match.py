@@ -116,6 +116,8 @@ def _differences(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, optio
         if live.topology.expert_parallel != checkpoint.topology.expert_parallel:
             yield "has another expert-parallel size"
         return
+    if live.stage == 3 and fitted.untied:  # DeepSpeed loads frozen parameters by name, from a list of their own
+        yield f"has {listed(fitted.untied)} in another parameter"
     if live.topology != checkpoint.topology:
         yield "was saved by other ranks"
     if any(file.kind == "swapped" for file in checkpoint.files):

@@ -62,6 +62,8 @@ class Fitted:
     """Groups of the model that keep their hyper-parameters: the checkpoint has none for them, or several."""
     regrouped: bool = False
     """Whether the model's groups differ from the checkpoint's."""
+    untied: tuple[str, ...] = ()
+    """Frozen parameters and buffers of the model whose values the checkpoint has as another kind of tensor."""
     notes: tuple[str, ...] = ()
     """Notes on differences from the checkpoint."""
 
@@ -165,6 +167,7 @@ class _Matcher:
             unexpected=tuple(unexpected),
             unrestored_groups=tuple(unrestored),
             regrouped=source_names != [g.parameters for g in self.checkpoint.groups],
+            untied=self._untied(),
             notes=tuple(self.notes),
         )
 
@@ -198,6 +201,26 @@ class _Matcher:
             problem = f"{name} has shape {list(source.shape)}, but {list(shape)} in the model"
             raise PlanError(self.checkpoint.location, problem, "build the model with the shapes of the checkpoint")
         return source
+
+    def _untied(self) -> tuple[str, ...]:
+        """Return the frozen parameters and buffers whose values the checkpoint has as another kind of tensor.
+
+        A parameter that was tied at the save, and is not any more, has them as another parameter.
+        """
+        readers: dict[str, int] = {}
+        for name in self.live.shapes:
+            stored = self._source_name(name)
+            readers[stored] = readers.get(stored, 0) + 1
+        found = []
+        for name in self.live.frozen:
+            stored = self._source_name(name)
+            source = self.sources.get(stored)
+            if source is not None and (
+                readers.get(stored, 0) > 1 or not isinstance(source, Parameter) or not source.frozen
+            ):
+                found.append(name)
+        found += [n for n in self.live.buffers if isinstance(self.sources.get(self._source_name(n)), Parameter)]
+        return tuple(found)
 
     def _weights(self, source: Parameter | State | None) -> State | None:
         if isinstance(source, Parameter):
