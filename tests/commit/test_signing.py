@@ -207,6 +207,7 @@ def test_keys(tmp_path: Path) -> None:
 
 
 def test_a_manager_without_a_key_cannot_require_signatures(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="a restore needs torch")
     with refused(PlanError):
         CheckpointManager(tmp_path).restore(None, require_signed=True)
 
