@@ -89,7 +89,7 @@ class VerifyReport(Shown):
 
     @property
     def sound(self) -> bool:
-        """Whether no finding was made: ``deep`` and ``records_unrecorded`` say how much that is."""
+        """Whether ``findings`` is empty; ``deep`` and ``records_unrecorded`` give the extent of the check."""
         return not self.findings
 
     def blocks(self) -> Iterator[Block]:

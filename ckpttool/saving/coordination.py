@@ -56,7 +56,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt(Generic[T]):
-    """What a function has returned, or its error, which is raised after all ranks have it."""
+    """The value of a function, or its error, which is raised after all ranks have it."""
 
     value: T | None = None
     error: BaseException | None = None

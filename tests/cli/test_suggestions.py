@@ -113,7 +113,7 @@ def _completed(words: str) -> list[str]:
     environment = os.environ | {"_CKPTTOOL_COMPLETE": "bash_complete"} | asked
     command = [sys.executable, "-c", "import sys; sys.argv = ['ckpttool']; from ckpttool.cli import main; main()"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
     return [line.partition(",")[2] for line in done.stdout.split()]
 
 

@@ -105,9 +105,18 @@ def test_a_notebook_shows_the_tables_of_a_result(name: str, tmp_path: Path, monk
     page = ElementTree.fromstring(  # noqa: S314  our own
         f"<div>{result._repr_html_()}</div>"
     )
+    assert [*result.blocks()]
     for block in result.blocks():
-        cells = [cell for row in block.rows for cell in row] if isinstance(block, Table) else []
-        assert set(cells) <= {cell.text or "" for cell in page.iter("td")}
+        if isinstance(block, Line):
+            assert block.text in {line.text for line in page.iter("div")}
+            continue
+        cells = (
+            {value for _, value in block.shown()}
+            if isinstance(block, Facts)
+            else {c for row in block.rows for c in row}
+        )
+        assert cells
+        assert cells <= {cell.text or "" for cell in page.iter("td")}
 
 
 def test_text_of_a_checkpoint_runs_nothing_in_a_notebook() -> None:

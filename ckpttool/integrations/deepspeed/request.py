@@ -29,7 +29,7 @@ KnownEngines = dict[str, "weakref.ref[Any]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """The arguments of a save; those without a text are as for ``CheckpointManager.save``."""
+    """The arguments of a save; ``CheckpointManager.save`` describes the fields without a text."""
 
     tag: str | None = None
     client_state: Mapping[str, Any] = field(default_factory=dict)
