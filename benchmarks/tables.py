@@ -116,7 +116,7 @@ def render(record: dict[str, Any], name: str) -> str:
 
 
 def _summary(record: dict[str, Any]) -> list[str]:
-    heading = "| task | ckpttool | instead | | how many times faster | memory: how many times less |"
+    heading = "| task | ckpttool | instead | | times as fast | memory: instead / ckpttool |"
     lines = [heading, "|---|---|---|---|---|---|"]
     for row in SUMMARY:
         contestants = _comparison(record, row.benchmark, row.comparison)["contestants"]

@@ -86,7 +86,7 @@ def pin(
     if not why.strip():
         raise ArgumentError("why", "is empty", "say why the checkpoint is to be kept")
     storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
-    made = Pin(_who(), time.time(), why.strip())
+    made = Pin(_who(), time.time(), why.strip(), directory)
     write_pin(storage, directory, made)
     storage.refresh([])
     there = storage.is_dir(directory) and any(name not in BESIDE for name, _ in walk(storage, directory))

@@ -66,6 +66,20 @@ class Dtype(click.Choice[str]):
 class Command(click.Command):
     """A command whose help lists its own options first, then sections of others, and rare ones last."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments; name all missing ones at once."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter:
+            values = self.make_parser(ctx).parse_args(given)[0]
+            required = (one for one in self.get_params(ctx) if one.required and one.resolve_envvar_value(ctx) is None)
+            missing = [one for one in required if not isinstance(values.get(one.name or ""), (str, tuple))]
+            if len(missing) < 2:
+                raise
+            names = " and ".join(f"{one.param_type_name} {one.get_error_hint(ctx)}" for one in missing)
+            raise click.UsageError(f"Missing {names}.", ctx) from None
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
         titles = {name: title for title, names in SECTIONS.items() for name in names}

@@ -121,7 +121,7 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(made)
     else:
-        print_line(f"{_tagged(src, given['tag'])}: {_pinned(made)}")
+        print_line(f"{made.path}: {_pinned(made)}")
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
@@ -138,12 +138,7 @@ def unpin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(removed)
     else:
-        print_line(f"{_tagged(src, given['tag'])}: unpinned; it was {_pinned(removed)}")
-
-
-def _tagged(src: str, tag: str | None) -> str:
-    """Return the directory of a tag, for messages."""
-    return src if tag is None else f"{src.rstrip('/')}/{tag}"
+        print_line(f"{removed.path}: unpinned; it was {_pinned(removed)}")
 
 
 def _pinned(pin: Pin) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import posixpath
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import crc32
@@ -193,10 +193,8 @@ class Pin:
     """Time in seconds since 1970."""
     why: str
     """The reason given."""
-
-
-UNREADABLE = Pin("", 0.0, "its pin cannot be read")
-"""A damaged pin; it keeps the checkpoint all the same."""
+    path: str = ""
+    """Path or URL of the directory that it keeps."""
 
 
 def find_pin(storage: Storage, path: str) -> Pin | None:
@@ -213,12 +211,12 @@ def find_pin(storage: Storage, path: str) -> Pin | None:
 
 
 def read_pin(storage: Storage, directory: str) -> Pin:
-    """Read the pin in a directory; ``UNREADABLE`` for a damaged one."""
+    """Read the pin in a directory; a damaged one keeps the checkpoint all the same."""
     try:
         found = json.loads(storage.read_text(posixpath.join(directory, PIN)))
-        return Pin(str(found["who"]), float(found["when"]), str(found["why"]))
+        return Pin(str(found["who"]), float(found["when"]), str(found["why"]), directory)
     except (CkptError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return UNREADABLE
+        return Pin("", 0.0, "its pin cannot be read", directory)
 
 
 def write_pin(storage: WritableStorage, directory: str, pin: Pin) -> None:
@@ -227,4 +225,4 @@ def write_pin(storage: WritableStorage, directory: str, pin: Pin) -> None:
     Raises:
         StorageError: The file cannot be written.
     """
-    storage.put(posixpath.join(directory, PIN), json.dumps(asdict(pin)).encode())
+    storage.put(posixpath.join(directory, PIN), json.dumps({"who": pin.who, "when": pin.when, "why": pin.why}).encode())

@@ -133,7 +133,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     except ImportError:
         raise _not_installed(url, EXTRAS.get(scheme, "fsspec")) from None
     from ckpttool.storage.fsspec import RemoteStorage
-    from ckpttool.storage.retry import BAD_OPTIONS, NO_CREDENTIALS, OPTIONS
+    from ckpttool.storage.retry import NO_CREDENTIALS, OPTIONS, bad_options
 
     kind: type[RemoteStorage] = RemoteStorage
     given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
@@ -152,9 +152,9 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
             raise StorageError(without_secrets(url), f"{scheme}:// is not a known storage", "check the URL") from None
         if "credential" in str(error):  # adlfs requires credentials in its constructor
             raise StorageError(without_secrets(url), *NO_CREDENTIALS, OPTIONS) from error
-        raise StorageError(without_secrets(url), *BAD_OPTIONS, OPTIONS) from error
+        raise bad_options(without_secrets(url), error) from error
     except (TypeError, OSError) as error:
-        raise StorageError(without_secrets(url), *BAD_OPTIONS, OPTIONS) from error
+        raise bad_options(without_secrets(url), error) from error
     return kind(fs)
 
 

@@ -70,8 +70,6 @@ _STILL_EXPIRED = "refreshed credentials are still expired"
 """Text of botocore's RuntimeError; it has no class of its own."""
 NO_CREDENTIALS = ("no credentials were found", _SIGN_IN)
 """Error message and hint for a store that requires credentials."""
-BAD_OPTIONS = ("has options that its file system does not accept", "check storage_options")
-"""Error message and hint for options that the fsspec class refuses."""
 OPTIONS = ("storage_options", "max_shard_size")
 """Parameters that the hints name."""
 _MESSAGE_OF_CODE = {
@@ -147,7 +145,6 @@ _MESSAGE_OF_CLASS = {
     "DefaultCredentialsError": NO_CREDENTIALS,
     "RefreshError": _EXPIRED,
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
-    "TypeError": BAD_OPTIONS,
     "FileNotFoundError": (MISSING, "check the path"),
     "PermissionError": ("access denied", "check the permissions of these credentials"),
     "NotADirectoryError": ("is not a directory", "pass a checkpoint's directory"),
@@ -239,6 +236,13 @@ def growing(first: float, longest: float) -> Iterator[float]:
         pause = min(2 * pause, longest)
 
 
+def bad_options(path: str, error: BaseException) -> StorageError:
+    """Return the error for options that a file system refuses, with the name of the option if the refusal has it."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    problem = "has options that its file system does not accept" + (f": {unknown[1]}" if unknown else "")
+    return StorageError(path, problem, "check storage_options", OPTIONS)
+
+
 def explain(path: str, error: BaseException) -> StorageError | None:
     """Return the StorageError for a permanent failure; None for a temporary one."""
     code, status = _codes(error)
@@ -256,6 +260,8 @@ def explain(path: str, error: BaseException) -> StorageError | None:
     for link in chain:
         for name in (c.__name__ for c in type(link).__mro__):
             # The most derived class first: ConnectionError and TimeoutError before OSError.
+            if name == "TypeError":
+                return bad_options(path, link)
             if name in _MESSAGE_OF_CLASS:
                 return StorageError(path, *_MESSAGE_OF_CLASS[name], OPTIONS)
             if name in _TEMPORARY_CLASSES:

@@ -72,7 +72,7 @@ def test_a_removal_that_may_delete_nothing_leaves_all_as_it_was(
 def test_a_removal_that_may_delete_some_names_what_is_left(bucket: Bucket, proxy: Proxy) -> None:
     proxy.add(ACCESS_DENIED, when=lambda r: _checkpoints_files(r) and "rank_1" in r.path, times=None)
     # The requests are concurrent: how many succeed before the first failure is not fixed.
-    with pytest.raises(PruneError, match="removed only in part: access denied, when [12] of its 3 files") as caught:
+    with pytest.raises(PruneError, match=r"removed only in part: access denied, when [12] of its 3 files") as caught:
         api.prune(bucket.url("run"), keep_last=2)
     assert [d.keep for d in caught.value.decisions] == [False, True, True]
     proxy.clear()

@@ -132,3 +132,17 @@ def test_a_shell_completes_commands_tags_and_names(tmp_path: Path) -> None:
 def test_completion_after_help_and_after_a_mistyped_command_is_no_error() -> None:
     assert _completed("help con") == ["consolidate", "convert"]
     assert "inspect" in _completed("inpsect ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["consolidate"], "Missing argument 'SRC' and argument 'OUT' and option '--to'."),
+        (["consolidate", "a"], "Missing argument 'OUT' and option '--to'."),
+        (["pin", "a"], "Missing option '--why'."),
+    ],
+)
+def test_all_missing_arguments_are_named(arguments: list[str], missing: str) -> None:
+    done = ckpttool(*arguments)
+    assert done.code == 2
+    assert missing in done.stderr
