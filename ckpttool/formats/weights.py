@@ -20,7 +20,7 @@ from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.locate import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
 from ckpttool.formats.tensors import states_in, whole_tensor
-from ckpttool.messages import brief
+from ckpttool.messages import brief, name_some
 from ckpttool.model import (
     MODULE,
     UNKNOWN_GROUP,
@@ -69,6 +69,11 @@ KINDS = (
     WeightsKind("safetensors", ("model", "adapter_model", "diffusion_pytorch_model", ""), (".safetensors",)),
     WeightsKind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
 )
+
+_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+"""Names of the files in which Accelerate and the Trainer save the states of an optimizer by ``torch.save``.
+
+Source: accelerate 1.15, utils/constants.py (``OPTIMIZER_NAME``); transformers 5.23, trainer.py (``OPTIMIZER_NAME``)."""
 
 
 def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
@@ -161,8 +166,13 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
         return None
     is_dir = storage.is_dir(location.directory)
     directory = location.directory if is_dir else parent(location.directory)
-    first_part = find_optimizer([e.name for e in storage.listing(directory) if not e.is_dir]) if is_dir else None
-    return _read_files(storage, Location(directory, directory, location.tag), *selection, first_part)
+    beside = [e.name for e in storage.listing(directory) if not e.is_dir] if is_dir else []
+    found = _read_files(storage, Location(directory, directory, location.tag), *selection, find_optimizer(beside))
+    unread = [name for name in beside if _OPTIMIZER.fullmatch(name)]
+    remark = (
+        f"{name_some(unread)}: left out: the states of the optimizer, as the Trainer or Accelerate saves them whole"
+    )
+    return replace(found, remarks=(*found.remarks, remark)) if unread else found
 
 
 def read_safetensors(storage: Storage, location: Location, names: Sequence[str]) -> Checkpoint:

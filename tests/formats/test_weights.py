@@ -313,3 +313,11 @@ def test_weights_that_zero_stage_3_had_partitioned_are_refused(kind: str, tmp_pa
         ckpttool.consolidate(src, tmp_path / "out", to="safetensors")
     (finding,) = ckpttool.verify(src).findings
     assert "holds 2 of 3 weights without elements" in str(finding)
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "optimizer_1.bin", "optimizer.pt"])
+def test_an_optimizer_beside_weights_that_is_not_read_is_named(name: str, tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, tmp_path / name)
+    (remark,) = open_checkpoint(str(tmp_path)).remarks
+    assert remark.startswith(f"{name}: left out: the states of the optimizer")
