@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import json
 import os
 import signal
-import socket
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.faults.disks import Fault, Machine
 from tests.saving.checkpoints import save_version
 
 TIMEOUT = 4.0
+START = datetime.timedelta(minutes=1)
 
 
 class _RealMachine(Machine):
@@ -30,9 +32,26 @@ class _RealMachine(Machine):
 
 
 def _store(point: dict[str, Any], rank: int) -> Any:
+    """Return the store of a point's ranks, once all of them have it: on busy cores some start seconds later."""
+    store = _opened(point, rank)
+    store.set(f"started {rank}", "")
+    store.wait([f"started {other}" for other in range(point["size"])], START)
+    return store
+
+
+def _opened(point: dict[str, Any], rank: int) -> Any:
     if point["store"] == "file":
         return dist.FileStore(f"{point['base']}/store", point["size"])
-    return dist.TCPStore("127.0.0.1", point["port"], is_master=rank == 0, wait_for_workers=False)
+    file = Path(point["base"]) / "port"
+    if rank == 0:  # the kernel chooses a free port: one that is released for it could be taken by another process
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        file.with_suffix(".new").write_text(str(store.port))
+        file.with_suffix(".new").rename(file)
+        return store
+    deadline = time.monotonic() + START.total_seconds()
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(file.read_text()), wait_for_workers=False, timeout=START)
 
 
 def _work(point: dict[str, Any], rank: int) -> None:
@@ -54,23 +73,13 @@ def _work(point: dict[str, Any], rank: int) -> None:
         json.dump(said, file)
 
 
-def _free_ports(count: int) -> list[int]:
-    """Return different ports: one that is released at once may be given twice."""
-    with contextlib.ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
-
-
 def main() -> None:
     """Run all points of a file at the same time."""
     with open(sys.argv[1]) as file:
         points = json.load(file)
     ranks_module.DECISION_SECONDS, ranks_module.ACKNOWLEDGE_SECONDS = 1.0, 0.5
     children = []
-    for point, port in zip(points, _free_ports(len(points)), strict=True):
-        point["port"] = port
+    for point in points:
         leader = 0
         for rank in range(point["size"]):
             child = os.fork()
