@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, Catalog, CatalogEntry
+from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, UNREADABLE, Catalog, CatalogEntry
 from ckpttool.catalog.restore_order import Saved, last_after, newest_first
 from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
@@ -37,6 +37,7 @@ from ckpttool.storage import (
     MARK,
     is_gone,
     is_half_removed,
+    is_unread,
     is_url,
     local_path,
     open_storage,
@@ -524,9 +525,11 @@ def _first(errors: list[CkptError], path: str) -> str:
     link = next((e for e in errors if isinstance(e, LinkError)), None)
     if link is not None:
         return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
-    inside = errors[0].path.removeprefix(path).lstrip("/")
+    unread = next(filter(is_unread, errors), None)
+    first = unread or errors[0]
+    inside = first.path.removeprefix(path).lstrip("/")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{inside}: {errors[0].problem}{more}" if inside else f"{errors[0].problem}{more}"
+    return f"{UNREADABLE if unread else ''}{inside}{': ' if inside else ''}{first.problem}{more}"
 
 
 def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:

@@ -360,9 +360,13 @@ class Place:
     @property
     def runs(self) -> list[str]:
         """The directories further below that contain the checkpoints of a run each, such as in Ray's storage path."""
-        below = self.below()
-        above = [posixpath.dirname(path) for path in below]
-        of_run = {up for up, path in zip(above, below, strict=True) if is_of_trainer(posixpath.basename(path))}
+        above: list[str] = []
+        of_run: set[str] = set()
+        for path in self.below():
+            parts = path[len(self.path) :].strip("/").split("/")
+            step = next((n for n, part in enumerate(parts) if is_of_trainer(part)), len(parts) - 1)
+            above.append(path.removesuffix("/" + "/".join(parts[step:])))
+            of_run |= {above[-1]} if is_of_trainer(parts[step]) else set()
         return sorted((of_run | {up for up in above if above.count(up) > 1}) - {self.path}, key=natural_order)
 
     @property

@@ -243,6 +243,9 @@ TABLE: dict[str, Row] = {
     "a storage path of Ray with two checkpoints": Row(
         {f"run/checkpoint_2026-01-0{day}_00-00-00.000000": "lightning" for day in (1, 2)}, "-", "", "-"
     ),
+    "a storage path of Ray, in directories of a script": Row(
+        {f"run/checkpoint_2026-01-0{day}_00-00-00.000000/epoch": "lightning" for day in (1, 2)}, "-", "", "-"
+    ),
     "latest with a byte order mark": Row({**STEPS, "latest": ">\ufeffstep6\n"}, "step6", "step3 step6*", "step6 step3"),
     "latest with a slash": Row({**STEPS, "latest": ">./step6/"}, "step6", "step3 step6*", "step6 step3"),
     "latest with blanks": Row({**STEPS, "latest": ">  step6 \n"}, "step6", "step3 step6*", "step6 step3"),
@@ -500,8 +503,9 @@ def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: 
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("a storage path")])
 def test_ls_names_the_run_below(name: str, tmp_path: Path, temporary: Path) -> None:
     build(tmp_path / "run", TABLE[name].layout, temporary)
-    with refused(CkptError):
+    with pytest.raises(CkptError, match="holds no checkpoints") as caught:
         ckpttool.ls(tmp_path / "run")
+    assert caught.value.hint == f"pass a run below it: {tmp_path}/run/run"
     assert ckpttool.ls(tmp_path / "run/run").entries
 
 
