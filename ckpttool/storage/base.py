@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckpttool.errors import LayoutError, LinkError, StorageError
+from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -460,29 +460,49 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
 def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"
     build(root, row.layout, temporary)
-    src, copy = str(root / row.src), tmp_path / "copy"
+    _check_readers(row, str(root / row.src), root, tmp_path)
+
+
+def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
+    """Check that the commands that read take the checkpoint that is opened, or that all refuse the source."""
+    copy = out / "copy"
     commands: dict[str, Callable[[], Any]] = {
         "cp": lambda: ckpttool.cp(src, copy),
         "digest": lambda: ckpttool.digest(src),
-        "consolidate": lambda: ckpttool.consolidate(src, tmp_path / "out", to="safetensors"),
+        "consolidate": lambda: ckpttool.consolidate(src, out / "out", to="safetensors"),
+        "convert": lambda: ckpttool.convert(src, out / "dcp", to="dcp"),
     }
+    made = {"cp": copy, "consolidate": out / "out", "convert": out / "dcp"}
     if row.opens == "-":
         for command in commands.values():
             with pytest.raises(CkptError):
                 command()
-        assert not (tmp_path / "out").exists()
-        assert not copy.exists()
+        assert not any(path.exists() for path in made.values())
         return
     done = {called: command() for called, command in commands.items()}
     expected = ckpttool.digest(root / row.opens).weights
-    found = {"digest": done["digest"].weights, "cp": ckpttool.digest(copy).weights}
+    found = {"digest": done["digest"].weights, **{called: ckpttool.digest(path).weights for called, path in made.items()}}
     assert found == dict.fromkeys(found, expected)
 
 
-def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+def _in_a_bucket(most: int) -> dict[str, Row]:
+    """Rows that a bucket may contain: it has no links, and no empty directories."""
     possible = [n for n, r in TABLE.items() if r.layout and not any(w[0] in "@e" for w in r.layout.values())]
     possible.remove("a directory that is half removed")  # a bucket renames no directory: a marker tells it
-    rows = {name: TABLE[name] for name in sampling.some(possible, 20)}
+    return {name: TABLE[name] for name in sampling.some(possible, most)}
+
+
+@pytest.mark.slow
+def test_every_command_that_reads_takes_it_in_a_bucket(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+    for number, row in enumerate(_in_a_bucket(8).values()):
+        build(tmp_path / str(number) / "run", row.layout, temporary)
+        s3.upload(tmp_path / str(number), f"readers/{number}")
+        src = f"{s3.url(f'readers/{number}/run')}/{row.src}".rstrip("/")
+        _check_readers(row, src, tmp_path / str(number) / "run", tmp_path / str(number))
+
+
+def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+    rows = _in_a_bucket(20)
     for number, row in enumerate(rows.values()):
         build(tmp_path / str(number) / "run", row.layout, temporary)
     s3.upload(tmp_path, "all")
