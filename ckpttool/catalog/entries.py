@@ -26,7 +26,7 @@ from ckpttool.formats.layouts import (
     is_of_trainer,
     step_in,
 )
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
@@ -99,6 +99,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = whole_path(without_credentials(local_path(root)).rstrip("/") or root)
     if not storage.is_dir(root):
+        refuse_part(Place(storage, root))
         problem = "is not a directory" if storage.exists(root) else "does not exist"
         raise StorageError(root, problem, "pass a directory that holds checkpoints")
     refuse_unfinished(storage, root)

@@ -481,7 +481,10 @@ def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
         return
     done = {called: command() for called, command in commands.items()}
     expected = ckpttool.digest(root / row.opens).weights
-    found = {"digest": done["digest"].weights, **{called: ckpttool.digest(path).weights for called, path in made.items()}}
+    found = {
+        "digest": done["digest"].weights,
+        **{called: ckpttool.digest(path).weights for called, path in made.items()},
+    }
     assert found == dict.fromkeys(found, expected)
 
 
@@ -518,6 +521,22 @@ def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: 
         if answer != row[1:4]:
             wrong[name] = answer
     assert wrong == {}
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if " file of" in name or name == "a rank file"])
+def test_every_command_names_the_checkpoint_of_a_file(name: str, tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE[name].layout, temporary)
+    src = tmp_path / "run" / TABLE[name].src
+    calls: list[Callable[[], Any]] = [
+        lambda: ckpttool.ls(src),
+        lambda: ckpttool.verify(src),
+        lambda: find(LOCAL, str(src), None),
+        lambda: ckpttool.prune(src, keep_last=1),
+    ]
+    for call in calls:
+        with pytest.raises(CkptError, match="is one file of a checkpoint") as caught:
+            call()
+        assert caught.value.hint == f"pass {Place(LOCAL, str(src)).whole}"
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("a storage path")])
