@@ -528,7 +528,7 @@ def _first(errors: list[CkptError], path: str) -> str:
         return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
     unread = next(filter(is_unread, errors), None)
     first = unread or errors[0]
-    inside = first.path.removeprefix(path).lstrip("/")
+    inside = "" if first.path == path else first.path.removeprefix(f"{path}/")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return f"{UNREADABLE if unread else ''}{inside}{': ' if inside else ''}{first.problem}{more}"
 

@@ -210,12 +210,18 @@ class Place:
     def _is_step(self) -> bool:
         """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It has files of ranks, and it is a commit or has a name that trainers choose for tags.
+        It has files of ranks, and its manifest or a trainer's name of a tag says so. A manifest of another tag was copied.
         """
         if not self.rank_files:
             return False
         named = _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
-        return named or any(entry.name == MANIFEST for entry in self.entries)
+        return named or self._is_commit
+
+    @cached_property
+    def _is_commit(self) -> bool:
+        """Whether the directory is a commit under the name in its manifest."""
+        manifest = Found(self.storage, parent(self.path), self.name).manifest
+        return manifest is not None and posixpath.basename(manifest.tag) == self.name
 
     @cached_property
     def strays(self) -> list[str]:
@@ -230,8 +236,7 @@ class Place:
         Files of ranks, or the marker of a format, beside a ``latest`` that names a missing tag, or beside tags without
         a ``latest``.
         """
-        committed = any(entry.name == MANIFEST for entry in self.entries)
-        if self.kind not in {TAG, MARKED} or committed or self._is_step:
+        if self.kind not in {TAG, MARKED} or self._is_commit or self._is_step:
             return []
         if self.pointer is not None and self.pointer.error is None:
             return [self.pointer.tag] if self.pointer.tag != self.name else []

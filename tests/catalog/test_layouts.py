@@ -609,6 +609,28 @@ def test_files_beside_latest_are_neither_read_nor_copied(name: str, tmp_path: Pa
     assert any("in the root itself" in problem for problem in ckpttool.ls(root).problems)
 
 
+@pytest.mark.parametrize("other", ["a commit", "a save of DeepSpeed"])
+def test_a_commit_that_was_copied_beside_latest_is_not_read(other: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for number in (1, 2):
+        save_version(LOCAL, str(root), Alone(), f"step{number}", number)
+    if other != "a commit":
+        (root / "step2").rename(tmp_path / "step2")
+        shutil.copytree(OTHER, root / "step2")
+    shutil.copytree(root / "step1", root, dirs_exist_ok=True)
+    assert _opened(str(root), str(root)) == "step2"
+    assert (_listed(str(root)), _resumed(str(root))) == ("step1 step2*", "step2 step1")
+    assert ckpttool.digest(root) == ckpttool.digest(root / "step2")
+    (root / "latest").unlink()
+    with pytest.raises(CkptError, match="of one checkpoint beside the checkpoints step1, step2, and no latest"):
+        open_checkpoint(str(root))
+    (root / "latest").write_text("step9")
+    with pytest.raises(CkptError, match="but latest names 'step9', which is not there"):
+        open_checkpoint(str(root))
+    assert _opened(str(root / "step1"), str(root)) == "step1"
+    assert _opened(str((root / "step1").rename(tmp_path / "kept")), str(tmp_path)) == "kept"
+
+
 @pytest.mark.parametrize("where", ["", "step2"])
 def test_a_link_to_itself_blocks_neither_rotation_nor_removal(where: str, tmp_path: Path) -> None:
     root, run = tmp_path / "root", tmp_path / "run"
