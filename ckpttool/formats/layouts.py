@@ -210,7 +210,8 @@ class Place:
     def _is_step(self) -> bool:
         """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It has files of ranks, and its manifest or a trainer's name of a tag says so. A manifest of another tag was copied.
+        It has files of ranks, and its manifest or a trainer's name of a tag says so. The manifest of another tag is a
+        copy.
         """
         if not self.rank_files:
             return False
@@ -236,12 +237,14 @@ class Place:
         Files of ranks, or the marker of a format, beside a ``latest`` that names a missing tag, or beside tags without
         a ``latest``.
         """
-        if self.kind not in {TAG, MARKED} or self._is_commit or self._is_step:
+        if self.kind not in {TAG, MARKED}:
             return []
         if self.pointer is not None and self.pointer.error is None:
-            return [self.pointer.tag] if self.pointer.tag != self.name else []
-        below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
-        return sorted({*(one.tag for one in below if one.is_tag), *self.steps}, key=natural_order)
+            names = {self.pointer.tag} - {self.name}
+        else:
+            below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
+            names = {*(one.tag for one in below if one.is_tag), *self.steps}
+        return [] if not names or self._is_step or self._is_commit else sorted(names, key=natural_order)
 
     @cached_property
     def found(self) -> list[Found]:
