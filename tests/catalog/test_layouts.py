@@ -246,6 +246,33 @@ TABLE: dict[str, Row] = {
     "a storage path of Ray, in directories of a script": Row(
         {f"run/checkpoint_2026-01-0{day}_00-00-00.000000/epoch": "lightning" for day in (1, 2)}, "-", "", "-"
     ),
+    "a run of Lightning with a link to itself": Row(
+        {"epoch=0.ckpt": "lightning", "last.ckpt": "@last.ckpt"}, "epoch=0.ckpt/checkpoint", "epoch=0.ckpt", "-"
+    ),
+    "a Trainer's run with a link to itself": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "@checkpoint-6"}, "checkpoint-3/global_step3", "checkpoint-3", "-"
+    ),
+    "a project of Accelerate with a link to itself": Row(
+        {"checkpoint_0": "accelerate", "checkpoint_1": "@checkpoint_1"},
+        "checkpoint_0/pytorch_model",
+        "checkpoint_0",
+        "-",
+    ),
+    "a run of Ray with a link to itself": Row(
+        {
+            "checkpoint_2026-01-01_00-00-00.000000": "lightning",
+            "checkpoint_2026-01-02_00-00-00.000000": "@checkpoint_2026-01-02_00-00-00.000000",
+        },
+        "checkpoint_2026-01-01_00-00-00.000000/checkpoint",
+        "checkpoint_2026-01-01_00-00-00.000000",
+        "-",
+    ),
+    "verl with a link to itself": Row({"": "verl", "x": "@x"}, "global_step_3/actor", "global_step_3*", "-"),
+    "DCP with a link to itself": Row({"": "dcp", "x": "@x"}, ".", "", "-"),
+    "safetensors with a link to itself": Row({"": "safetensors", "x": "@x"}, ".", "", "-"),
+    "universal with a link to itself": Row(
+        {"": "universal", "x": "@x"}, "global_step3_universal", "global_step3_universal*", "global_step3_universal"
+    ),
     "latest with a byte order mark": Row({**STEPS, "latest": ">\ufeffstep6\n"}, "step6", "step3 step6*", "step6 step3"),
     "latest with a slash": Row({**STEPS, "latest": ">./step6/"}, "step6", "step3 step6*", "step6 step3"),
     "latest with blanks": Row({**STEPS, "latest": ">  step6 \n"}, "step6", "step3 step6*", "step6 step3"),
