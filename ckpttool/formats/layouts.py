@@ -8,6 +8,7 @@ accelerate 1.15, accelerator.py (``save_state``: ``pytorch_model``, ``pytorch_mo
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
 from dataclasses import dataclass
@@ -383,6 +384,17 @@ class Place:
         below = self.below()
         one_above = len({posixpath.dirname(path) for path in below}) == 1
         return below if one_above and not any(is_of_trainer(posixpath.basename(path)) for path in below) else []
+
+    @property
+    def of_other_formats(self) -> list[str]:
+        """The names of the directories in it that have the marker of a format without tags, or files of weights."""
+        names = []
+        for one in self.found:
+            with contextlib.suppress(StorageError):  # it may not be listed
+                inner = Place(self.storage, one.path)
+                weights = any(WEIGHTS.fullmatch(entry.name) for entry in inner.entries)
+                names += [one.tag] if not one.hidden and (inner.marker or weights) else []
+        return sorted(names, key=natural_order)
 
     @property
     def holds_checkpoint(self) -> bool:

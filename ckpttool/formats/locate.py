@@ -194,7 +194,7 @@ def _of_trainer(here: Place) -> Location:
     if not below and (foreign := _foreign(here.path, here.entries)):
         raise NoCheckpointError(here.path, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
     nested = [one.tag for one in trainer_folders(here.found, TRAINER)][::-1]
-    nested = nested or [path[len(here.path) :].lstrip("/") for path in below]
+    nested = nested or [path[len(here.path) :].lstrip("/") for path in below] or here.of_other_formats
     problem = f"contains {len(nested)} checkpoints and no latest" if len(nested) > 1 else "contains no checkpoint"
     error = NoCheckpointError(here.path, f"{problem} itself" if len(nested) == 1 else problem, _inside(here, nested))
     error.directories = here.engines
