@@ -211,18 +211,27 @@ class Place:
     def _is_step(self) -> bool:
         """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It has files of ranks, and its manifest or a trainer's name of a tag says so. The manifest of another tag is a
-        copy.
+        It has files of ranks, and its manifest says so, or a trainer's name of a tag in a root with ``latest``. The
+        manifest of another tag is a copy.
         """
-        if not self.rank_files:
+        return bool(self.rank_files) and ((self._has_name_of_step and self._is_in_root) or self._is_commit)
+
+    @property
+    def _has_name_of_step(self) -> bool:
+        return _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
+
+    @property
+    def _is_in_root(self) -> bool:
+        """Whether the directory above has a file ``latest``."""
+        try:
+            return Place(self.storage, parent(self.path)).pointer is not None
+        except StorageError:
             return False
-        named = _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
-        return named or self._is_commit
 
     @cached_property
     def _is_commit(self) -> bool:
         """Whether the directory is a commit under the name in its manifest."""
-        manifest = Found(self.storage, parent(self.path), self.name).manifest
+        manifest = Found(self.storage, *posixpath.split(whole_path(self.path))).manifest
         return manifest is not None and posixpath.basename(manifest.tag) == self.name
 
     @cached_property
@@ -245,7 +254,8 @@ class Place:
         else:
             below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
             names = {*(one.tag for one in below if one.is_tag), *self.steps}
-        return [] if not names or self._is_step or self._is_commit else sorted(names, key=natural_order)
+        certain = self.rank_files and self._has_name_of_step
+        return [] if not names or certain or self._is_commit else sorted(names, key=natural_order)
 
     @cached_property
     def found(self) -> list[Found]:

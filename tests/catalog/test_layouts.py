@@ -428,6 +428,13 @@ TABLE: dict[str, Row] = {
     "a run saved into a tag, the tag": Row(
         {**ROOT, "step6/step9": "other", "step6/latest": ">step9"}, "step6", "step6*", "step9", "step6"
     ),
+    "rank files beside latest in a root with the name of a step": Row(
+        {"epoch1": "other", "epoch1/step3": "tag", "epoch1/step6": "tag", "epoch1/latest": ">step6"},
+        "epoch1/step6",
+        "step3 step6*",
+        "step6 step3",
+        "epoch1",
+    ),
     "a root without latest two levels below": Row({"a/run/step3": "tag", "a/run/step6": "tag"}, "-", "", "-"),
     "a whole file beside an index of others": Row(
         {
