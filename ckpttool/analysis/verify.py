@@ -23,7 +23,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
-from ckpttool.storage import connect, without_secrets
+from ckpttool.storage import connect, is_unread, without_secrets
 from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter, format_size
 
@@ -160,10 +160,12 @@ def verify_checkpoint(
         if error not in errors:
             errors.append(error)
     if checkpoint is None:
+        _refuse_unread(errors)
         return VerifyReport(without_secrets(src[0]), None, deep, 0, 0, 0, 0, 0, (), _findings(errors))
     errors += checkpoint.notes
     manifest = _manifest(checkpoint, key, errors)
     checked, unrecorded = _compare(checkpoint, manifest, errors, deep=deep, jobs=jobs, progress=progress)
+    _refuse_unread(errors)
     return VerifyReport(
         location=checkpoint.location,
         tag=checkpoint.tag,
@@ -177,6 +179,12 @@ def verify_checkpoint(
         findings=_findings(errors),
         notes=checkpoint.remarks,
     )
+
+
+def _refuse_unread(errors: Sequence[CkptError]) -> None:
+    """Raise the first error if each is about a file that could not be read: no error shows damage."""
+    if errors and all(map(is_unread, errors)):
+        raise errors[0]
 
 
 def _findings(errors: Sequence[CkptError]) -> tuple[Finding, ...]:

@@ -106,7 +106,7 @@ def verify(  # noqa: PLR0913  public API
 
     Raises:
         PlanError: The key cannot be read.
-        StorageError: ``src`` does not exist or cannot be read.
+        StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
     storage_options = opening_options(storage_options, follow_links, open_budget)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, Catalog, CatalogEntry
+from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, UNREADABLE, Catalog, CatalogEntry
 from ckpttool.catalog.restore_order import Saved, last_after, newest_first
 from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
@@ -26,7 +26,7 @@ from ckpttool.formats.layouts import (
     is_of_trainer,
     step_in,
 )
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_unfinished
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
@@ -37,6 +37,7 @@ from ckpttool.storage import (
     MARK,
     is_gone,
     is_half_removed,
+    is_unread,
     is_url,
     local_path,
     open_storage,
@@ -98,6 +99,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
     root = whole_path(without_credentials(local_path(root)).rstrip("/") or root)
     if not storage.is_dir(root):
+        refuse_part(Place(storage, root))
         problem = "is not a directory" if storage.exists(root) else "does not exist"
         raise StorageError(root, problem, "pass a directory that holds checkpoints")
     refuse_unfinished(storage, root)
@@ -524,9 +526,11 @@ def _first(errors: list[CkptError], path: str) -> str:
     link = next((e for e in errors if isinstance(e, LinkError)), None)
     if link is not None:
         return f"{link.path.removeprefix(path).lstrip('/')}: is reached through a link that {NOT_FOLLOWED}"
-    inside = errors[0].path.removeprefix(path).lstrip("/")
+    unread = next(filter(is_unread, errors), None)
+    first = unread or errors[0]
+    inside = "" if first.path == path else first.path.removeprefix(f"{path}/")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    return f"{inside}: {errors[0].problem}{more}" if inside else f"{errors[0].problem}{more}"
+    return f"{UNREADABLE if unread else ''}{inside}{': ' if inside else ''}{first.problem}{more}"
 
 
 def _numbers(state: Mapping[Any, Any]) -> dict[str, float]:

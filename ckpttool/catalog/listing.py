@@ -25,6 +25,8 @@ OWN_ROOT = "is a root of its own"
 """Start of the problem of a directory that contains checkpoints but is not one itself."""
 NOT_FOLLOWED = "leaves the root: follow_links is not set"
 """End of the problem of a checkpoint that is not read, because a link leads out of the root."""
+UNREADABLE = "cannot be read: "
+"""Start of the problem of a checkpoint with a file that could not be read."""
 SERIES = 5
 """Series that a listing names."""
 
@@ -100,15 +102,18 @@ class CatalogEntry:
 
     @property
     def is_unread(self) -> bool:
-        """Whether its files are not read because a link leads out of the root."""
-        return (self.problem or "").endswith(NOT_FOLLOWED)
+        """Whether a file is not read, without permission or because a link leads out of the root."""
+        problem = self.problem or ""
+        return problem.startswith(UNREADABLE) or problem.endswith(NOT_FOLLOWED)
 
     @property
     def condition(self) -> str:
-        """One of "whole", "torn", "not read (--follow-links)" and "a root" (of checkpoints)."""
+        """One of "whole", "torn", "unreadable", "not read (--follow-links)" and "a root" (of checkpoints)."""
         if self.whole:
             return "whole"
-        return "a root" if self.is_root else "not read (--follow-links)" if self.is_unread else "torn"
+        if self.is_unread:
+            return "unreadable" if (self.problem or "").startswith(UNREADABLE) else "not read (--follow-links)"
+        return "a root" if self.is_root else "torn"
 
     @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:

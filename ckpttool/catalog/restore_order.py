@@ -12,7 +12,7 @@ from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.layouts import Place, is_name
-from ckpttool.formats.locate import refuse_several
+from ckpttool.formats.locate import refuse_part, refuse_several
 from ckpttool.formats.scan import Found, natural_order, pattern_of
 from ckpttool.messages import brief, name_some
 from ckpttool.storage.base import MISSING
@@ -184,6 +184,7 @@ def find(storage: Storage, root: str, tag: str | None) -> list[Found]:
     """
     storage.refresh([])
     if storage.exists(root) and not storage.is_dir(root):
+        refuse_part(Place(storage, root))
         raise StorageError(root, "is a file", "pass a directory")
     if tag is None:
         return newest(storage, root)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import posixpath
+import time
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.restore_order import Saved, candidates, newest_first
+from ckpttool.catalog.restore_order import SECOND_LOOK, Saved, candidates, newest_first
 from ckpttool.catalog.snapshot import is_own_name
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.layouts import (
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from ckpttool.storage import Storage
+
+LOG = logging.getLogger(__name__)
 
 
 def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
@@ -108,8 +112,17 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
         StorageError: A directory cannot be read.
     """
     commits = run_commits(storage, run)
+    name = posixpath.basename(reported)
+    if is_own_name(name) and name not in map(_folder, commits):
+        time.sleep(SECOND_LOOK)
+        commits = run_commits(storage, run)
+        if name not in map(_folder, commits):
+            first = _folder(commits[0]) if commits else "nothing"
+            LOG.warning(
+                "%s: Ray resumes from %s, which holds no finished checkpoint; resuming from %s", run, name, first
+            )
     found = [one.path for one in commits]
-    if not reported or is_own_name(posixpath.basename(reported)) or any(one.root == reported for one in commits):
+    if not reported or is_own_name(name) or any(one.root == reported for one in commits):
         return found
     others = checkpoints_of_ray(storage, reported)
     step = others[0].step if others and others[0].is_tag else -1
@@ -119,7 +132,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
         """Return whether Ray knows the commit; else it was saved by a worker that died, perhaps before ``reported``."""
         same = one.step == step or step < 0
         created = 0.0 if one.manifest is None else one.manifest.created
-        return posixpath.basename(one.root) in known or one.step < step or (same and created <= written)
+        return _folder(one) in known or one.step < step or (same and created <= written)
 
     place = next((n for n, one in enumerate(commits) if is_older(one)), len(commits))
     if not others and not place:
@@ -130,9 +143,14 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
     for name in sorted((name for name in known if not is_own_name(name)), reverse=True):
         path = posixpath.join(run, name)
         if path != reported and storage.is_dir(path):
-            time = _newest_file(storage, path)
-            rest += [Saved.of(one.path, one.step, None, written=time) for one in checkpoints_of_ray(storage, path)]
+            newest = _newest_file(storage, path)
+            rest += [Saved.of(one.path, one.step, None, written=newest) for one in checkpoints_of_ray(storage, path)]
     return [*found[:place], *(one.path for one in others), *(one.name for one in newest_first(rest))]
+
+
+def _folder(commit: Found) -> str:
+    """Return the name of the directory of a commit in the directory of the run."""
+    return posixpath.basename(commit.root)
 
 
 def _newest_file(storage: Storage, directory: str) -> float:

@@ -46,21 +46,28 @@ def signed_storage(storage: Storage, directory: str, key: bytes) -> ChecksummedS
     return _of(storage, directory, manifest, structure=False)
 
 
-def with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
+def with_manifest(storage: Storage, directory: str, optional: str = "") -> ChecksummedStorage | None:
     """Return a storage that checks the structure of the files of a checkpoint; None if it has no manifest.
 
     For an archive with a directory checksum in the manifest, only the directory is checked: it has the CRC-32 of every
     record, and readers of a record check that. For other files all reads are checked in whole chunks.
 
+    Args:
+        storage: Storage of the checkpoint.
+        directory: Directory of the checkpoint.
+        optional: End of the names of files that may be missing.
+
     Raises:
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
     manifest = find_manifest(storage, directory)
-    return None if manifest is None else _of(storage, directory, manifest, structure=True)
+    return None if manifest is None else _of(storage, directory, manifest, optional, structure=True)
 
 
-def _of(storage: Storage, directory: str, manifest: Manifest, *, structure: bool) -> ChecksummedStorage:
-    for problem in size_problems(storage, directory, manifest):
+def _of(
+    storage: Storage, directory: str, manifest: Manifest, optional: str = "", *, structure: bool
+) -> ChecksummedStorage:
+    for problem in size_problems(storage, directory, manifest, optional):
         raise problem
     checksums = {f"{directory}/{name}": sums for name, sums in manifest.files.items()}
     return ChecksummedStorage(storage, checksums, manifest, structure=structure)

@@ -356,15 +356,23 @@ def _packed(crcs: tuple[int, ...]) -> str:
     return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
 
 
-def size_problems(storage: Storage, directory: str, manifest: Manifest) -> list[CkptError]:
-    """Return an error for every file of a manifest that is missing or has another size."""
+def size_problems(storage: Storage, directory: str, manifest: Manifest, optional: str = "") -> list[CkptError]:
+    """Return an error for every file of a manifest that is missing or has another size.
+
+    Args:
+        storage: Storage of the commit.
+        directory: Its directory.
+        manifest: Its manifest.
+        optional: End of the names of files that may be missing.
+    """
     sizes = {name: entry.nbytes for name, entry in walk(storage, directory)}
     hint = "restore it from a copy, or use another tag"
     problems: list[CkptError] = []
     for name, file in manifest.files.items():
         path = posixpath.join(directory, name)
         if name not in sizes:
-            problems.append(LayoutError(path, "is missing, but the manifest lists it", hint))
+            if not (optional and name.endswith(optional)):
+                problems.append(LayoutError(path, "is missing, but the manifest lists it", hint))
         elif sizes[name] != file.nbytes:
             problem = f"is {sizes[name]:,} bytes long, but {file.nbytes:,} in the manifest"
             problems.append(ContainerError(path, problem, hint))

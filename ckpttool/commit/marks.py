@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.checksums import crc32
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.storage import BESIDE, MARK, find_text
+from ckpttool.storage import BESIDE, MARK, find_text, read_json
 from ckpttool.storage.base import DAMAGED, PIN
 from ckpttool.storage.safe_files import is_temporary
 
@@ -213,9 +213,9 @@ def find_pin(storage: Storage, path: str) -> Pin | None:
 def read_pin(storage: Storage, directory: str) -> Pin:
     """Read the pin in a directory; a damaged one keeps the checkpoint all the same."""
     try:
-        found = json.loads(storage.read_text(posixpath.join(directory, PIN)))
+        found = read_json(storage, posixpath.join(directory, PIN), "", "")
         return Pin(str(found["who"]), float(found["when"]), str(found["why"]), directory)
-    except (CkptError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (CkptError, ValueError, KeyError, TypeError, OverflowError):
         return Pin("", 0.0, "its pin cannot be read", directory)
 
 

@@ -273,6 +273,10 @@ def opening_options(
     return {**(storage_options or {}), **own} if own else storage_options
 
 
+OPTIMIZER = "optim_states.pt"
+"""End of the names of files of the optimizer."""
+
+
 class Accepted(NamedTuple):
     """Checkpoints to open that are otherwise refused; the fields are parameters of ``open_checkpoint``."""
 
@@ -308,7 +312,7 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
         refuse_unfinished(storage, directory)
     checked: ChecksummedStorage | None = None
     try:
-        checked = _with_manifest(storage, location.directory)
+        checked = _with_manifest(storage, location.directory, OPTIMIZER if location.module_only else "")
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
@@ -424,13 +428,13 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
     )
 
 
-def _with_manifest(storage: Storage, directory: str) -> ChecksummedStorage | None:
+def _with_manifest(storage: Storage, directory: str, optional: str = "") -> ChecksummedStorage | None:
     """Return a storage that checks the structure of a checkpoint's files; None if the checkpoint has no manifest."""
     if not has_manifest(storage, directory) and not has_manifest(storage, split_directory(directory)[0]):
         return None
     from ckpttool.commit.checksummed import with_manifest  # most checkpoints have no manifest
 
-    return with_manifest(storage, directory)
+    return with_manifest(storage, directory, optional)
 
 
 def _of_commit(storage: Storage, path: str) -> str:

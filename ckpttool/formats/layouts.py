@@ -8,6 +8,7 @@ accelerate 1.15, accelerator.py (``save_state``: ``pytorch_model``, ``pytorch_mo
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 import re
 from dataclasses import dataclass
@@ -210,12 +211,28 @@ class Place:
     def _is_step(self) -> bool:
         """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It has files of ranks, and it is a commit or has a name that trainers choose for tags.
+        It has files of ranks, and its manifest says so, or a trainer's name of a tag in a root with ``latest``. The
+        manifest of another tag is a copy.
         """
-        if not self.rank_files:
+        return bool(self.rank_files) and ((self._has_name_of_step and self._is_in_root) or self._is_commit)
+
+    @property
+    def _has_name_of_step(self) -> bool:
+        return _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
+
+    @property
+    def _is_in_root(self) -> bool:
+        """Whether the directory above has a file ``latest``."""
+        try:
+            return Place(self.storage, parent(self.path)).pointer is not None
+        except StorageError:
             return False
-        named = _STEP.fullmatch(self.name) is not None and not is_of_trainer(self.name)
-        return named or any(entry.name == MANIFEST for entry in self.entries)
+
+    @cached_property
+    def _is_commit(self) -> bool:
+        """Whether the directory is a commit under the name in its manifest."""
+        manifest = Found(self.storage, *posixpath.split(whole_path(self.path))).manifest
+        return manifest is not None and posixpath.basename(manifest.tag) == self.name
 
     @cached_property
     def strays(self) -> list[str]:
@@ -230,13 +247,15 @@ class Place:
         Files of ranks, or the marker of a format, beside a ``latest`` that names a missing tag, or beside tags without
         a ``latest``.
         """
-        committed = any(entry.name == MANIFEST for entry in self.entries)
-        if self.kind not in {TAG, MARKED} or committed or self._is_step:
+        if self.kind not in {TAG, MARKED}:
             return []
         if self.pointer is not None and self.pointer.error is None:
-            return [self.pointer.tag] if self.pointer.tag != self.name else []
-        below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
-        return sorted({*(one.tag for one in below if one.is_tag), *self.steps}, key=natural_order)
+            names = {self.pointer.tag} - {self.name}
+        else:
+            below = (one for one in self.found if one.tag not in _INSIDE_TAG and not one.hidden and not one.outside)
+            names = {*(one.tag for one in below if one.is_tag), *self.steps}
+        certain = self.rank_files and self._has_name_of_step
+        return [] if not names or certain or self._is_commit else sorted(names, key=natural_order)
 
     @cached_property
     def found(self) -> list[Found]:
@@ -360,9 +379,13 @@ class Place:
     @property
     def runs(self) -> list[str]:
         """The directories further below that contain the checkpoints of a run each, such as in Ray's storage path."""
-        below = self.below()
-        above = [posixpath.dirname(path) for path in below]
-        of_run = {up for up, path in zip(above, below, strict=True) if is_of_trainer(posixpath.basename(path))}
+        above: list[str] = []
+        of_run: set[str] = set()
+        for path in self.below():
+            parts = path[len(self.path) :].strip("/").split("/")
+            step = next((n for n, part in enumerate(parts) if is_of_trainer(part)), len(parts) - 1)
+            above.append(path.removesuffix("/" + "/".join(parts[step:])))
+            of_run |= {above[-1]} if is_of_trainer(parts[step]) else set()
         return sorted((of_run | {up for up in above if above.count(up) > 1}) - {self.path}, key=natural_order)
 
     @property
@@ -371,6 +394,17 @@ class Place:
         below = self.below()
         one_above = len({posixpath.dirname(path) for path in below}) == 1
         return below if one_above and not any(is_of_trainer(posixpath.basename(path)) for path in below) else []
+
+    @property
+    def of_other_formats(self) -> list[str]:
+        """The names of the directories in it that have the marker of a format without tags, or files of weights."""
+        names = []
+        for one in self.found:
+            with contextlib.suppress(StorageError):  # it may not be listed
+                inner = Place(self.storage, one.path)
+                weights = any(WEIGHTS.fullmatch(entry.name) for entry in inner.entries)
+                names += [one.tag] if not one.hidden and (inner.marker or weights) else []
+        return sorted(names, key=natural_order)
 
     @property
     def holds_checkpoint(self) -> bool:

@@ -193,7 +193,10 @@ def _of_trainer(here: Place) -> Location:
     below = here.below()
     if not below and (foreign := _foreign(here.path, here.entries)):
         raise NoCheckpointError(here.path, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
-    error = NoCheckpointError(here.path, "contains no checkpoint", _look_elsewhere(here, below))
+    nested = [one.tag for one in trainer_folders(here.found, TRAINER)][::-1]
+    nested = nested or [path[len(here.path) :].lstrip("/") for path in below] or here.of_other_formats
+    problem = f"contains {len(nested)} checkpoints and no latest" if len(nested) > 1 else "contains no checkpoint"
+    error = NoCheckpointError(here.path, f"{problem} itself" if len(nested) == 1 else problem, _inside(here, nested))
     error.directories = here.engines
     raise error
 
@@ -302,9 +305,7 @@ def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
     return error
 
 
-def _look_elsewhere(here: Place, below: Sequence[str]) -> str:
-    inside = [path[len(here.path) :].lstrip("/") for path in below]
-    nested = [one.tag for one in trainer_folders(here.found, TRAINER)][::-1] or inside
+def _inside(here: Place, nested: Sequence[str]) -> str:
     if newest := here.newest_of_ray:
         return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
     if runs := here.runs:

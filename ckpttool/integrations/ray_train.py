@@ -47,7 +47,7 @@ from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.saving.two_phase import settle
-from ckpttool.storage import find_text, open_storage
+from ckpttool.storage import open_storage, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -400,10 +400,9 @@ def _as_json(metrics: Mapping[str, Any]) -> bytes:
 def _metrics_in(storage: Storage, root: str) -> dict[str, Any]:
     """Return the metrics that were reported with a commit; empty for commits of old releases."""
     try:
-        found = json.loads(find_text(storage, posixpath.join(root, METRICS_OF_RAY)) or "{}")
-    except (CkptError, ValueError, RecursionError):
+        return read_json(storage, posixpath.join(root, METRICS_OF_RAY), "", "")
+    except CkptError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 _OF_RUN: weakref.WeakKeyDictionary[Any, RayTrainCheckpoints] = weakref.WeakKeyDictionary()

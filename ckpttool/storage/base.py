@@ -12,7 +12,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckpttool.errors import LayoutError, StorageError
+from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +28,8 @@ PINNED = "pinned meanwhile"
 """Why a checkpoint is kept that was to be removed."""
 MISSING = "does not exist"
 """Error message for a missing path."""
+DENIED = ("permission denied", "access denied")
+"""Starts of the problems of files that may not be read, on disk and in a bucket."""
 WAIT = "wait until the save is over, then try again"
 """Hint where a file changed while it was being read."""
 
@@ -41,6 +43,11 @@ class PinnedError(StorageError):
 
 class ExistsError(StorageError):
     """A new file cannot be written because its path exists."""
+
+
+def is_unread(error: CkptError) -> bool:
+    """Return whether an error is about a file that may not be read, which says nothing about its content."""
+    return isinstance(error, LinkError) or (isinstance(error, StorageError) and error.problem.startswith(DENIED))
 
 
 @contextlib.contextmanager
@@ -57,7 +64,7 @@ def storage_error(path: str, error: OSError) -> StorageError:
     if error.errno == errno.ENOENT:
         return StorageError(path, MISSING, "check the path")
     if error.errno in {errno.EACCES, errno.EPERM}:
-        return StorageError(path, "permission denied", "check its permissions")
+        return StorageError(path, DENIED[0], "check its permissions")
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return StorageError(path, "no space left on the device", "free some space or choose another place")
     if error.errno == errno.ENOTDIR:

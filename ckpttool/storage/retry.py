@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import HIDDEN, printable
-from ckpttool.storage.base import MISSING, WAIT, storage_error
+from ckpttool.storage.base import DENIED, MISSING, WAIT, storage_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,9 +78,9 @@ _MESSAGE_OF_CODE = {
     "NoSuchKey": (MISSING, "check the path"),
     "NoSuchUpload": ("another process aborted its upload", "check that no other run writes it, then try again"),
     "404": (MISSING, "check the path"),
-    "AccessDenied": ("access denied", "check the permissions of these credentials"),
-    "AllAccessDisabled": ("access denied", "check the permissions of these credentials"),
-    "403": ("access denied", "check the permissions of these credentials"),
+    "AccessDenied": (DENIED[1], "check the permissions of these credentials"),
+    "AllAccessDisabled": (DENIED[1], "check the permissions of these credentials"),
+    "403": (DENIED[1], "check the permissions of these credentials"),
     "401": ("the credentials are not accepted", _SIGN_IN),
     "ExpiredToken": _EXPIRED,
     "ExpiredTokenException": _EXPIRED,
@@ -146,7 +146,7 @@ _MESSAGE_OF_CLASS = {
     "RefreshError": _EXPIRED,
     "ClientAuthenticationError": ("the credentials are not accepted", _SIGN_IN),
     "FileNotFoundError": (MISSING, "check the path"),
-    "PermissionError": ("access denied", "check the permissions of these credentials"),
+    "PermissionError": (DENIED[1], "check the permissions of these credentials"),
     "NotADirectoryError": ("is not a directory", "pass a checkpoint's directory"),
     "IsADirectoryError": ("is a directory", "pass a file"),
     "FileExistsError": ("exists already", "choose another name"),

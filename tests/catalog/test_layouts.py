@@ -243,6 +243,36 @@ TABLE: dict[str, Row] = {
     "a storage path of Ray with two checkpoints": Row(
         {f"run/checkpoint_2026-01-0{day}_00-00-00.000000": "lightning" for day in (1, 2)}, "-", "", "-"
     ),
+    "a storage path of Ray, in directories of a script": Row(
+        {f"run/checkpoint_2026-01-0{day}_00-00-00.000000/epoch": "lightning" for day in (1, 2)}, "-", "", "-"
+    ),
+    "a run of Lightning with a link to itself": Row(
+        {"epoch=0.ckpt": "lightning", "last.ckpt": "@last.ckpt"}, "epoch=0.ckpt/checkpoint", "epoch=0.ckpt", "-"
+    ),
+    "a Trainer's run with a link to itself": Row(
+        {"checkpoint-3": "trainer", "checkpoint-6": "@checkpoint-6"}, "checkpoint-3/global_step3", "checkpoint-3", "-"
+    ),
+    "a project of Accelerate with a link to itself": Row(
+        {"checkpoint_0": "accelerate", "checkpoint_1": "@checkpoint_1"},
+        "checkpoint_0/pytorch_model",
+        "checkpoint_0",
+        "-",
+    ),
+    "a run of Ray with a link to itself": Row(
+        {
+            "checkpoint_2026-01-01_00-00-00.000000": "lightning",
+            "checkpoint_2026-01-02_00-00-00.000000": "@checkpoint_2026-01-02_00-00-00.000000",
+        },
+        "checkpoint_2026-01-01_00-00-00.000000/checkpoint",
+        "checkpoint_2026-01-01_00-00-00.000000",
+        "-",
+    ),
+    "verl with a link to itself": Row({"": "verl", "x": "@x"}, "global_step_3/actor", "global_step_3*", "-"),
+    "DCP with a link to itself": Row({"": "dcp", "x": "@x"}, ".", "", "-"),
+    "safetensors with a link to itself": Row({"": "safetensors", "x": "@x"}, ".", "", "-"),
+    "universal with a link to itself": Row(
+        {"": "universal", "x": "@x"}, "global_step3_universal", "global_step3_universal*", "global_step3_universal"
+    ),
     "latest with a byte order mark": Row({**STEPS, "latest": ">\ufeffstep6\n"}, "step6", "step3 step6*", "step6 step3"),
     "latest with a slash": Row({**STEPS, "latest": ">./step6/"}, "step6", "step3 step6*", "step6 step3"),
     "latest with blanks": Row({**STEPS, "latest": ">  step6 \n"}, "step6", "step3 step6*", "step6 step3"),
@@ -398,6 +428,13 @@ TABLE: dict[str, Row] = {
     "a run saved into a tag, the tag": Row(
         {**ROOT, "step6/step9": "other", "step6/latest": ">step9"}, "step6", "step6*", "step9", "step6"
     ),
+    "rank files beside latest in a root with the name of a step": Row(
+        {"epoch1": "other", "epoch1/step3": "tag", "epoch1/step6": "tag", "epoch1/latest": ">step6"},
+        "epoch1/step6",
+        "step3 step6*",
+        "step6 step3",
+        "epoch1",
+    ),
     "a root without latest two levels below": Row({"a/run/step3": "tag", "a/run/step6": "tag"}, "-", "", "-"),
     "a whole file beside an index of others": Row(
         {
@@ -457,29 +494,52 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
 def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"
     build(root, row.layout, temporary)
-    src, copy = str(root / row.src), tmp_path / "copy"
+    _check_readers(row, str(root / row.src), root, tmp_path)
+
+
+def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
+    """Check that the commands that read take the checkpoint that is opened, or that all refuse the source."""
+    copy = out / "copy"
     commands: dict[str, Callable[[], Any]] = {
         "cp": lambda: ckpttool.cp(src, copy),
         "digest": lambda: ckpttool.digest(src),
-        "consolidate": lambda: ckpttool.consolidate(src, tmp_path / "out", to="safetensors"),
+        "consolidate": lambda: ckpttool.consolidate(src, out / "out", to="safetensors"),
+        "convert": lambda: ckpttool.convert(src, out / "dcp", to="dcp"),
     }
+    made = {"cp": copy, "consolidate": out / "out", "convert": out / "dcp"}
     if row.opens == "-":
         for command in commands.values():
             with pytest.raises(CkptError):
                 command()
-        assert not (tmp_path / "out").exists()
-        assert not copy.exists()
+        assert not any(path.exists() for path in made.values())
         return
     done = {called: command() for called, command in commands.items()}
     expected = ckpttool.digest(root / row.opens).weights
-    found = {"digest": done["digest"].weights, "cp": ckpttool.digest(copy).weights}
+    found = {
+        "digest": done["digest"].weights,
+        **{called: ckpttool.digest(path).weights for called, path in made.items()},
+    }
     assert found == dict.fromkeys(found, expected)
 
 
-def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+def _in_a_bucket(most: int) -> dict[str, Row]:
+    """Rows that a bucket may contain: it has no links, and no empty directories."""
     possible = [n for n, r in TABLE.items() if r.layout and not any(w[0] in "@e" for w in r.layout.values())]
     possible.remove("a directory that is half removed")  # a bucket renames no directory: a marker tells it
-    rows = {name: TABLE[name] for name in sampling.some(possible, 20)}
+    return {name: TABLE[name] for name in sampling.some(possible, most)}
+
+
+@pytest.mark.slow
+def test_every_command_that_reads_takes_it_in_a_bucket(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+    for number, row in enumerate(_in_a_bucket(8).values()):
+        build(tmp_path / str(number) / "run", row.layout, temporary)
+        s3.upload(tmp_path / str(number), f"readers/{number}")
+        src = f"{s3.url(f'readers/{number}/run')}/{row.src}".rstrip("/")
+        _check_readers(row, src, tmp_path / str(number) / "run", tmp_path / str(number))
+
+
+def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
+    rows = _in_a_bucket(20)
     for number, row in enumerate(rows.values()):
         build(tmp_path / str(number) / "run", row.layout, temporary)
     s3.upload(tmp_path, "all")
@@ -497,11 +557,28 @@ def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: 
     assert wrong == {}
 
 
+@pytest.mark.parametrize("name", [name for name in TABLE if " file of" in name or name == "a rank file"])
+def test_every_command_names_the_checkpoint_of_a_file(name: str, tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE[name].layout, temporary)
+    src = tmp_path / "run" / TABLE[name].src
+    calls: list[Callable[[], Any]] = [
+        lambda: ckpttool.ls(src),
+        lambda: ckpttool.verify(src),
+        lambda: find(LOCAL, str(src), None),
+        lambda: ckpttool.prune(src, keep_last=1),
+    ]
+    for call in calls:
+        with pytest.raises(CkptError, match="is one file of a checkpoint") as caught:
+            call()
+        assert caught.value.hint == f"pass {Place(LOCAL, str(src)).whole}"
+
+
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith("a storage path")])
 def test_ls_names_the_run_below(name: str, tmp_path: Path, temporary: Path) -> None:
     build(tmp_path / "run", TABLE[name].layout, temporary)
-    with refused(CkptError):
+    with pytest.raises(CkptError, match="holds no checkpoints") as caught:
         ckpttool.ls(tmp_path / "run")
+    assert caught.value.hint == f"pass a run below it: {tmp_path}/run/run"
     assert ckpttool.ls(tmp_path / "run/run").entries
 
 
@@ -564,6 +641,28 @@ def test_files_beside_latest_are_neither_read_nor_copied(name: str, tmp_path: Pa
     assert {p.name for p in (tmp_path / "copy").iterdir()} >= {"step6", "latest"}
     assert not list((tmp_path / "copy").glob("*.pt"))
     assert any("in the root itself" in problem for problem in ckpttool.ls(root).problems)
+
+
+@pytest.mark.parametrize("other", ["a commit", "a save of DeepSpeed"])
+def test_a_commit_that_was_copied_beside_latest_is_not_read(other: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for number in (1, 2):
+        save_version(LOCAL, str(root), Alone(), f"step{number}", number)
+    if other != "a commit":
+        (root / "step2").rename(tmp_path / "step2")
+        shutil.copytree(OTHER, root / "step2")
+    shutil.copytree(root / "step1", root, dirs_exist_ok=True)
+    assert _opened(str(root), str(root)) == "step2"
+    assert (_listed(str(root)), _resumed(str(root))) == ("step1 step2*", "step2 step1")
+    assert ckpttool.digest(root) == ckpttool.digest(root / "step2")
+    (root / "latest").unlink()
+    with pytest.raises(CkptError, match="of one checkpoint beside the checkpoints step1, step2, and no latest"):
+        open_checkpoint(str(root))
+    (root / "latest").write_text("step9")
+    with pytest.raises(CkptError, match="but latest names 'step9', which is not there"):
+        open_checkpoint(str(root))
+    assert _opened(str(root / "step1"), str(root)) == "step1"
+    assert _opened(str((root / "step1").rename(tmp_path / "kept")), str(tmp_path)) == "kept"
 
 
 @pytest.mark.parametrize("where", ["", "step2"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.errors import PruneError
+from ckpttool.errors import PruneError, StorageError
 from ckpttool.storage import MARK
 from ckpttool.storage.s3 import SingleAttemptFileSystem
 from tests.cli.command import ckpttool
@@ -91,3 +91,13 @@ def test_old_files_that_stay_after_a_thinning_fail_every_prune(bucket: Bucket, p
     proxy.clear()
     assert "thin already" in ckpttool("prune", bucket.url("run"), *rules).stdout
     assert not [key for key in bucket.keys("run/global_step1/") if key.endswith("optim_states.pt")]
+
+
+def test_a_file_that_may_not_be_read_is_unreadable_and_not_torn(bucket: Bucket, proxy: Proxy) -> None:
+    proxy.add(ACCESS_DENIED, when=lambda r: r.method in {"GET", "HEAD"} and "step2/bf16" in r.path, times=None)
+    states = {entry.name: entry.condition for entry in api.ls(bucket.url("run")).entries}
+    assert states == {"global_step1": "whole", "global_step2": "unreadable", "global_step3": "whole"}
+    with pytest.raises(StorageError, match="access denied"):
+        api.verify(bucket.url("run/global_step2"))
+    kept = {d.entry.name: d.keep for d in api.prune(bucket.url("run"), keep_last=1, torn=True, grace=0)}
+    assert kept["global_step2"]

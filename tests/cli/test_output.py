@@ -459,8 +459,10 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
         error = ckpttool_without_privileges(*command).error
         assert error == f"Error: {secret}: permission denied; check its permissions"
     checked = ckpttool_without_privileges("verify", root)
-    assert checked.code == 1
-    assert checked.stdout.startswith(f"{secret}: permission denied; ")
+    assert (checked.code, checked.error) == (3, f"Error: {secret}: permission denied; check its permissions")
+    listed = ckpttool_without_privileges("ls", root).stdout
+    assert f"unreadable: cannot be read: {secret.name}: permission denied" in listed
+    assert "torn" not in listed
     secret.chmod(0o644)
     tag = damage.tag_of(root)
     tag.chmod(0)

@@ -176,6 +176,8 @@ def test_a_checkpoint_of_links_out_of_the_root_is_not_read_and_not_torn(
     entry = next(e for e in ckpttool.ls(root).entries if e.latest)
     assert (entry.torn, entry.is_unread) == (None, True)
     assert "latest, not read (--follow-links): " in command("ls", root).stdout
+    assert command("verify", root).code == 3
+    assert command("verify", root, "--follow-links").code == 0
     decisions = ckpttool.prune(root, torn=True, grace=0, keep_last=1)
     assert all(d.keep for d in decisions)
     assert ["not read: " in d.reason for d in decisions if d.entry.latest] == [True]

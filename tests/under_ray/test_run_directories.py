@@ -222,6 +222,22 @@ def test_a_checkpoint_that_ray_names_and_nobody_reads_is_an_error(tmp_path: Path
     assert entries[OF_RAY].problem == "contains no checkpoint"
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_a_commit_that_ray_names_and_that_is_not_there_is_not_passed_over_in_silence(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, newer = (_commit(tmp_path, step, f"{step:08x}", float(step), step) for step in (3, 6))
+    (tmp_path / newer).rename(tmp_path.with_name(f"{tmp_path.name}-hidden"))
+    monkeypatch.setattr(
+        "ckpttool.catalog.runs.time.sleep",
+        lambda _: tmp_path.with_name(f"{tmp_path.name}-hidden").rename(tmp_path / newer) if late else None,
+    )
+    found = run_candidates(LOCAL, str(tmp_path), str(tmp_path / newer), {older, newer})
+    assert [os.path.basename(os.path.dirname(path)) for path in found] == ([newer, older] if late else [older])
+    said = f"Ray resumes from {newer}, which holds no finished checkpoint; resuming from {older}"
+    assert (said in caplog.text) == (not late)
+
+
 def test_older_checkpoints_of_the_documented_way_are_tried_too(tmp_path: Path) -> None:
     names = [f"checkpoint_2026-11-21_16-18-0{n}.826416" for n in range(3)]
     saved = [str(_save(tmp_path, name, f"global_step{2 * n}")) for n, name in enumerate(names)]
