@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from ckpttool.catalog.entries import committed
 from ckpttool.catalog.listing import by_series
 from ckpttool.catalog.retention import decide, parse_best
-from ckpttool.catalog.runs import ray_folders, trainer_commits
-from ckpttool.catalog.snapshot import is_own_name
+from ckpttool.catalog.runs import trainer_commits
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
@@ -30,7 +29,7 @@ from ckpttool.commit.marks import (
 )
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
-from ckpttool.formats.layouts import trainer_folders
+from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named, trainer_folders
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import Found, named_tag, scan
 from ckpttool.messages import printable
@@ -244,7 +243,7 @@ def left_by_workers(
     states: dict[str, str] = {}
     others: set[str] = set()
     storage.refresh([])
-    for one in ray_folders(storage, run):
+    for one in Place(storage, run).reported:
         if one.tag in whole:
             continue
         directory, state = one.path, state_of(storage, one.path)
@@ -254,7 +253,7 @@ def left_by_workers(
         times = [one.modified, *(e.modified for _, e in walk(storage, directory))]
         newest = max((t for t in times if t is not None), default=math.inf)
         unfinished = unfinished_below(storage, directory)
-        if not unfinished and not is_own_name(one.tag):
+        if not unfinished and not is_named(one.tag, OWN_OF_RAY):
             continue  # the run's script wrote it
         alive = any(is_alive(read_mark(storage, marked)) for marked in unfinished)
         if newest < math.inf and is_old(newest, grace) and not alive:

@@ -9,12 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ckpttool.catalog.restore_order import SECOND_LOOK, Saved, candidates, newest_first
-from ckpttool.catalog.snapshot import is_own_name
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.layouts import (
-    METRICS_OF_RAY,
-    Place,
-)
+from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named
 from ckpttool.formats.scan import (
     Found,
     last_number,
@@ -59,21 +55,6 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
     return newest_first(found)
 
 
-def ray_folders(storage: Storage, run: str) -> list[Found]:
-    """Return the directories in a run directory of Ray Train that ``ray_train.report`` has made.
-
-    Their names are ckpttool's own, or the metrics of the report are stored beside the commit. Others are not its own.
-
-    Raises:
-        StorageError: The directory cannot be read.
-    """
-    return [
-        one
-        for one in scan(storage, run, depth=1)
-        if not one.hidden and (is_own_name(one.tag) or storage.exists(posixpath.join(one.path, METRICS_OF_RAY)))
-    ]
-
-
 def run_commits(storage: Storage, run: str) -> list[Found]:
     """Return the commits in a run directory of Ray Train, newest first, as ``newest_first`` orders them.
 
@@ -81,7 +62,7 @@ def run_commits(storage: Storage, run: str) -> list[Found]:
         StorageError: A directory cannot be read.
     """
     storage.refresh([])
-    folders = ray_folders(storage, run)
+    folders = Place(storage, run).reported
     with contextlib.suppress(StorageError):  # only to save requests: the code below reports errors
         storage.refresh([posixpath.join(folder.path, MANIFEST) for folder in folders])
     dated = []
@@ -113,7 +94,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
     """
     commits = run_commits(storage, run)
     name = posixpath.basename(reported)
-    if is_own_name(name) and name not in map(_folder, commits):
+    if is_named(name, OWN_OF_RAY) and name not in map(_folder, commits):
         time.sleep(SECOND_LOOK)
         commits = run_commits(storage, run)
         if name not in map(_folder, commits):
@@ -122,7 +103,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
                 "%s: Ray resumes from %s, which holds no finished checkpoint; resuming from %s", run, name, first
             )
     found = [one.path for one in commits]
-    if not reported or is_own_name(name) or any(one.root == reported for one in commits):
+    if not reported or is_named(name, OWN_OF_RAY) or any(one.root == reported for one in commits):
         return found
     others = checkpoints_of_ray(storage, reported)
     step = others[0].step if others and others[0].is_tag else -1
@@ -140,7 +121,7 @@ def run_candidates(storage: Storage, run: str, reported: str, known: Collection[
         hint = "load it as the script that saved it does, or choose another name in RunConfig to start from scratch"
         raise LayoutError(reported, problem, hint)
     rest = [Saved.of(one.path, one.step, one.manifest) for one in commits[place:]]
-    for name in sorted((name for name in known if not is_own_name(name)), reverse=True):
+    for name in sorted((name for name in known if not is_named(name, OWN_OF_RAY)), reverse=True):
         path = posixpath.join(run, name)
         if path != reported and storage.is_dir(path):
             newest = _newest_file(storage, path)

@@ -10,10 +10,7 @@ import posixpath
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError
-from ckpttool.formats.layouts import (
-    OWN_OF_RAY,
-    is_named,
-)
+from ckpttool.formats.layouts import OWN_OF_RAY
 from ckpttool.storage import (
     read_json,
 )
@@ -37,11 +34,6 @@ def directory_name(step: int, number: int, token: str) -> str:
         token: Unique hexadecimal text.
     """
     return f"{OWN_OF_RAY.prefix}{step:08d}_{number:06d}_{token}"
-
-
-def is_own_name(name: str) -> bool:
-    """Return whether ``directory_name`` gives such names."""
-    return is_named(name, OWN_OF_RAY)
 
 
 def listed_by_ray(storage: Storage, run: str) -> frozenset[str]:

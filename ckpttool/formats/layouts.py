@@ -364,6 +364,19 @@ class Place:
         return sorted(posixpath.join(self.path, one.name) for one in self.entries if one.is_dir and one.name in known)
 
     @property
+    def reported(self) -> list[Found]:
+        """The directories in a run directory of Ray Train that ``ray_train.report`` has made.
+
+        Their names are ckpttool's own, or the metrics of the report are stored beside the commit.
+        """
+        shown = (one for one in self.found if not one.hidden)
+        return [
+            one
+            for one in shown
+            if is_named(one.tag, OWN_OF_RAY) or self.storage.exists(posixpath.join(one.path, METRICS_OF_RAY))
+        ]
+
+    @property
     def newest_of_ray(self) -> list[str]:
         """The newest commit in a run directory of Ray Train, and the newest checkpoint saved without ckpttool."""
         own = [one for one in self.found if is_named(one.tag, OWN_OF_RAY)]
