@@ -108,12 +108,12 @@ class CatalogEntry:
 
     @property
     def condition(self) -> str:
-        """One of "whole", "torn", "unreadable", "not read (--follow-links)" and "a root" (of checkpoints)."""
+        """One of "whole", "torn", "cannot be opened", "unreadable", "not read (--follow-links)" and "a root"."""
         if self.whole:
             return "whole"
         if self.is_unread:
             return "unreadable" if (self.problem or "").startswith(UNREADABLE) else "not read (--follow-links)"
-        return "a root" if self.is_root else "torn"
+        return "a root" if self.is_root else "cannot be opened" if self.torn is None else "torn"
 
     @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:
