@@ -293,6 +293,7 @@ class _Sides:
             other = tied_names(tied)
             return found.union(*(other.get(name, ()) for name in found))
 
+        self.with_states = {i.name for i in self.saved if i.kind == STATE and i.key not in _COPIES}
         then, now = {"tied": saved.aliases}, {"tied": aliases}
         self.pairs = paired(self.saved, self.live, tied_names(saved.aliases, aliases))
         self.trained = named(self.saved, STATE, MEMBER, of_optimizer=True, **then)
@@ -438,7 +439,8 @@ class _Sides:
         if kind == MEMBER and {live, saved} == {FROZEN, None}:
             return LeftOut(Reason.ASKED)
         if kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks:
-            return LeftOut(Reason.MAYBE_TRAINED, name)
+            never_trained = self.with_states and name not in self.with_states
+            return LeftOut(Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name)
         if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
             return LeftOut(Reason.FROZEN, name)
         if kind == OPTION and "groups" in scope.without:

@@ -333,6 +333,7 @@ def _merge_parts(
     of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
     places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
     weights: dict[str, int] = {}
+    uncovered: list[Mismatch] = []
     retyped: set[str] = set()
     for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
@@ -347,7 +348,7 @@ def _merge_parts(
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
-            mismatches.append(Mismatch(part.key, part.name, problem))
+            uncovered.append(Mismatch(part.key, part.name, problem))
         one = TensorDigest(part.dtype, part.shape, digests.joined(np.array([low, high], dtype=np.uint64)))
         tensors[part.key].setdefault(part.name, one)
         if part.key in {WEIGHTS, MODULE} and (part.name not in weights or parts[weights[part.name]].key != WEIGHTS):
@@ -361,6 +362,8 @@ def _merge_parts(
                 mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
         elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    located = {one[:2] for one in mismatches}
+    mismatches += [one for one in uncovered if one[:2] not in located]
     for name, gathered in tensors.pop(GATHERED, {}).items():
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value

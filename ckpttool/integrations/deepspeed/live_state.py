@@ -227,6 +227,18 @@ class _Reader:
         rank = groups._get_expert_parallel_rank(kind)
         return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
 
+    def _name(self, parameter: Any) -> str:
+        """Return the name of a parameter of the optimizer.
+
+        Raises:
+            PlanError: The module does not have it.
+        """
+        if id(parameter) not in self._names:
+            problem = f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
+            hint = "build a new engine: something, such as load_state_dict(assign=True), has replaced the parameter"
+            raise PlanError("the engine", problem, hint)
+        return self._names[id(parameter)]
+
     @staticmethod
     def _expert_group(layer: Any) -> str:
         return str(next(p.group_name for p in layer.experts.parameters()))
@@ -287,7 +299,7 @@ class _Reader:
                 parts, at = [], 0
                 for p in group:
                     size = int(p.partition_numel())
-                    parts.append((self._names[id(p)], at, size, dist.get_rank(p.ds_process_group) * size))
+                    parts.append((self._name(p), at, size, dist.get_rank(p.ds_process_group) * size))
                     at += size
                 yield flat, parts
         elif self.live.partitions_states:
@@ -304,12 +316,12 @@ class _Reader:
             for number, group in enumerate(optimizer.fp16_groups):
                 flat = optimizer.fp16_groups_flat[number]
                 places = [(p.data_ptr() - flat.data_ptr()) // flat.element_size() for p in group]
-                parts = [(self._names[id(p)], at, p.numel(), 0) for p, at in zip(group, places, strict=True)]
+                parts = [(self._name(p), at, p.numel(), 0) for p, at in zip(group, places, strict=True)]
                 yield optimizer.fp32_groups_flat[number], parts
         else:
             for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for p, master in zip(group, masters, strict=True):
-                    yield master, [(self._names[id(p)], 0, p.numel(), 0)]
+                    yield master, [(self._name(p), 0, p.numel(), 0)]
 
     def _overlaps(self, places: Iterable[tuple[Any, int]], low: int, size: int) -> list[tuple[str, int, int, int]]:
         """Return the parts of parameters in this rank's partition of their flat buffer.
@@ -325,7 +337,7 @@ class _Reader:
         for p, at in places:
             first, last = max(at, low), min(at + p.numel(), low + size)
             if first < last:
-                parts.append((self._names[id(p)], first - low, last - first, first - at))
+                parts.append((self._name(p), first - low, last - first, first - at))
         return parts
 
     def _states(
