@@ -362,13 +362,13 @@ class _Sides:
         left_out = self._value if kind == VALUE else self._weights if of_weights else self._of_optimizer
         return left_out(part) or self._difference(part)
 
-    @staticmethod
-    def _tie(part: _Part) -> LeftOut | Mismatch | None:
+    def _tie(self, part: _Part) -> LeftOut | Mismatch | None:
         """Return what became of a tie: a load into a model without it gives both parameters the saved values."""
         name = part.item.name
         if part.live is None and part.ranks:
             return Mismatch(WEIGHTS, name, f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks")
-        return LeftOut(Reason.TIES, name) if part.live is None else None
+        undone = part.live is None and {name, self.record.aliases.get(name, name)} <= self.weights_now
+        return LeftOut(Reason.TIES if undone else Reason.ASKED, name)
 
     def _value(self, part: _Part) -> LeftOut | None:
         """Return why a counter, or a value of the scheduler, the loss scale or another state, is not compared."""

@@ -282,7 +282,9 @@ def test_changes_beside_the_files_are_named(tmp_path: Path) -> None:
         for told in ranks:
             lost = "the gradients of 1 micro batches since the last step before the save"
             assert lost in told["pending"].partition("; not compared: ")[2], (name, told)
-            assert told["weights"].endswith("; not compared: all but the weights and buffers, which were left out"), told
+            assert told["weights"].endswith("; not compared: all but the weights and buffers, which were left out"), (
+                told
+            )
             assert told["same"].startswith("proven: "), (name, told)
             assert "not compared" not in told["same"], (name, told)
             assert "is not the live state: loss_scale is 4 on rank 1, and was not saved" in told["scale"], (name, told)

@@ -235,7 +235,8 @@ def _ties(job: dict[str, Any], directory: Path) -> dict[str, str]:
         _save(net, optimizer, path)
         own = {"optimizer": optimizer}
     found = {"same": _told(lambda: ckpttool.prove(model, path, **own))}
-    _ = net.untie() if rank else None
+    if rank:
+        net.untie()
     found["one"] = _told(lambda: ckpttool.prove(model, path, **own))
     found["digest"] = _told(lambda: ckpttool.live_digest(model, **own))
     net.untie()

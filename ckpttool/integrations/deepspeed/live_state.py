@@ -41,7 +41,7 @@ from ckpttool.model.rank_digest import OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -125,7 +125,9 @@ def engine_state(live: LiveEngine) -> LiveState:
         unproven=reader.unproven,
         partitioned=live.partitions_states,
         frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
-        ungrouped=[n for name, p in live.parameters().items() if p.requires_grad and (n := reader.name_of(name)) not in groups],
+        ungrouped=[
+            n for name, p in live.parameters().items() if p.requires_grad and (n := reader.name_of(name)) not in groups
+        ],
         trains=has_optimizer(live.optimizer),
         pending=f"the gradients of {count} micro batches since the last step" if count else "",
         others=live.model.others,
@@ -234,7 +236,9 @@ class _Reader:
             PlanError: The module does not have it.
         """
         if id(parameter) not in self._names:
-            problem = f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
+            problem = (
+                f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
+            )
             hint = "build a new engine: something, such as load_state_dict(assign=True), has replaced the parameter"
             raise PlanError("the engine", problem, hint)
         return self._names[id(parameter)]
@@ -326,7 +330,7 @@ class _Reader:
     def _overlaps(self, places: Iterable[tuple[Any, int]], low: int, size: int) -> list[tuple[str, int, int, int]]:
         """Return the parts of parameters in this rank's partition of their flat buffer.
 
-        ``_hp_mapping`` is wrong for round-robin gradients, and a parameter may have left the buffer until the next step.
+        ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
 
         Args:
             places: The parameters, each with the index of its first element in the buffer.
