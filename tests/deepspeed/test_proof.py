@@ -294,6 +294,26 @@ def test_changes_beside_the_files_are_named(tmp_path: Path) -> None:
                 assert "that its module does not have; build a new engine" in told["assigned"], (name, told)
 
 
+def _numbered(job: dict[str, Any], directory: Path) -> list[str]:
+    """Prove a plain save whose optimizer numbers parameters of one shape, in groups of another order than the model."""
+    path = directory / job["id"]
+    engine = engines.build(0, job["dtype"], "layers swapped", "adamw")
+    engines.step(engine, 2)
+    engine.save_checkpoint(str(path))
+    told = [str(ckpttool.prove(engine, path))]
+    one, other = [own for own in engine.optimizer.state.values() if own["exp_avg"].dim() == 2][:2]
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+    return [*told, engines.refusal(lambda: ckpttool.prove(engine, path))]
+
+
+def test_numbered_parameters_have_the_order_of_the_engine(tmp_path: Path) -> None:
+    jobs = [{"id": "a", "world_size": 2, "dtype": "fp32"}]
+    for proof, error in each_on_ranks(_numbered, jobs, tmp_path)["a"]:
+        assert "exp_avg, step, hyper-parameters" in proof, proof
+        assert "not compared" not in proof, proof
+        assert "exp_avg of a.weight has other values than were saved" in error, error
+
+
 def _experts(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Save experts that are spread over ranks, restore them, and change one on the last rank."""
     import deepspeed
