@@ -41,7 +41,7 @@ from ckpttool.model.rank_digest import OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.capture import CapturedFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -311,34 +311,34 @@ class _Reader:
             whole = optimizer.bf16_groups if old else optimizer.round_robin_bit16_groups
             cut = optimizer.bf16_partitioned_groups if old else optimizer.parallel_partitioned_bit16_groups
             groups = optimizer.real_dp_process_group
+            padded = getattr(optimizer, "round_robin_bit16_offsets", None) or [()] * len(whole)
             for number, master in enumerate(self.live.masters):
-                own = dist.get_rank(groups[number]) * cut[number][0].numel()
-                padded = getattr(optimizer, "round_robin_bit16_offsets", None)
-                places = padded[number] if padded else accumulate((p.numel() for p in whole[number]), initial=0)
-                yield master, self._overlaps(zip(whole[number], places, strict=False), own, cut[number][0].numel())
+                size = cut[number][0].numel()
+                low = dist.get_rank(groups[number]) * size
+                yield master, self._overlaps(whole[number], low, size, padded[number])
         elif self.live.wrapper == "FP16_Optimizer":
-            for number, group in enumerate(optimizer.fp16_groups):
-                flat = optimizer.fp16_groups_flat[number]
-                places = [(p.data_ptr() - flat.data_ptr()) // flat.element_size() for p in group]
-                parts = [(self._name(p), at, p.numel(), 0) for p, at in zip(group, places, strict=True)]
-                yield optimizer.fp32_groups_flat[number], parts
+            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+                yield flat, self._overlaps(group, 0, flat.numel())
         else:
             for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for p, master in zip(group, masters, strict=True):
                     yield master, [(self._name(p), 0, p.numel(), 0)]
 
-    def _overlaps(self, places: Iterable[tuple[Any, int]], low: int, size: int) -> list[tuple[str, int, int, int]]:
-        """Return the parts of parameters in this rank's partition of their flat buffer.
+    def _overlaps(
+        self, group: Sequence[Any], low: int, size: int, places: Sequence[int] = ()
+    ) -> list[tuple[str, int, int, int]]:
+        """Return the parts of a group's parameters in a partition of their flat buffer.
 
         ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
 
         Args:
-            places: The parameters, each with the index of its first element in the buffer.
+            group: The parameters in the order of the buffer.
             low: Index of the first element of the partition.
             size: Number of its elements.
+            places: Index of each parameter's first element, if there is padding between them.
         """
         parts = []
-        for p, at in places:
+        for p, at in zip(group, places or accumulate((p.numel() for p in group), initial=0), strict=False):
             first, last = max(at, low), min(at + p.numel(), low + size)
             if first < last:
                 parts.append((self._name(p), first - low, last - first, first - at))
