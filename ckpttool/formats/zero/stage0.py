@@ -10,7 +10,7 @@ import math
 import posixpath
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
@@ -280,7 +280,9 @@ def _names_of_groups(
     if _fit_recorded(recorded, optimizer.groups, optimizer.flat, candidates):
         return [*recorded]
     if optimizer.flat is not None:
-        return [_in_storage(module, flat, candidates) for flat in optimizer.flat]
+        in_storage = [_in_storage(module, flat, candidates) for flat in optimizer.flat]
+        cut = _cut_flat(order, optimizer.flat, candidates) if None in in_storage else None
+        return in_storage if cut is None else [*cut]
     possible = {state.shape for state in (*candidates.values(), *experts.values())}
     shapes = [
         _shapes(optimizer.states, group["params"], optimizer.masters[g] if optimizer.masters else None, possible)
@@ -302,6 +304,16 @@ def _cut(
     of_file = [*chain.from_iterable(shapes)]
     fits = len(of_names) == len(of_file) and all(b in {None, a} for a, b in zip(of_names, of_file, strict=True))
     return found if fits else None
+
+
+def _cut_flat(order: Sequence[str], flat: Sequence[TensorRef], known: Mapping[str, State]) -> list[list[str]] | None:
+    """Return the names of each flat master, in a given order of all; None if a master does not end with a parameter."""
+    sizes = (math.prod(known[name].shape) if name in known else 0 for name in order)
+    ends = {end: place for place, end in enumerate(accumulate(sizes, initial=0))}
+    borders = [*accumulate((one.numel for one in flat), initial=0)]
+    if not order or not ends.keys() >= {*borders} or ends[borders[-1]] != len(order):
+        return None
+    return [[*order[ends[first] : ends[last]]] for first, last in pairwise(borders)]
 
 
 def _guessed(
