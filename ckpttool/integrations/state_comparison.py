@@ -287,19 +287,20 @@ class _Sides:
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
         self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (live.state.values, saved.values))
 
-        def named(items: Iterable[Item], *kinds: str, of_optimizer: bool, tied: Mapping[str, str]) -> set[str]:
+        def named(
+            items: Iterable[Item], tied: Mapping[str, Sequence[str]], *kinds: str, of_optimizer: bool
+        ) -> set[str]:
             odd = {i for i in items if i.kind in kinds and (i.kind == STATE and i.key in _COPIES) == of_optimizer}
             found = {i.name for i in items if i.kind in kinds and i not in odd}
-            other = tied_names(tied)
-            return found.union(*(other.get(name, ()) for name in found))
+            return found.union(*(tied.get(name, ()) for name in found))
 
-        self.with_states = {i.name for i in self.saved if i.kind == STATE and i.key not in _COPIES}
-        then, now = {"tied": saved.aliases}, {"tied": aliases}
+        then, now = tied_names(saved.aliases), tied_names(aliases)
         self.pairs = paired(self.saved, self.live, tied_names(saved.aliases, aliases))
-        self.trained = named(self.saved, STATE, MEMBER, of_optimizer=True, **then)
-        self.weights = named(self.saved, STATE, of_optimizer=False, **then)
-        self.trained_now = named(self.live, MEMBER, of_optimizer=True, **now)
-        self.weights_now = named(self.live, STATE, of_optimizer=False, **now)
+        self.with_states = named(self.saved, {}, STATE, of_optimizer=True)
+        self.trained = named(self.saved, then, STATE, MEMBER, of_optimizer=True)
+        self.weights = named(self.saved, then, STATE, of_optimizer=False)
+        self.trained_now = named(self.live, now, MEMBER, of_optimizer=True)
+        self.weights_now = named(self.live, now, STATE, of_optimizer=False)
         self.may_differ = {*(live.state.differing or ())}
         self.may_differ &= self.may_differ if saved.differing is None else saved.differing
 
