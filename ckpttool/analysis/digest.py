@@ -26,6 +26,7 @@ from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
     OTHER_TYPE,
+    PYTHON,
     STATE,
     Fact,
     Item,
@@ -158,6 +159,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
     held = [*contents(checkpoint), *module_copies(checkpoint)]
     tensors: dict[str, dict[str, TensorDigest]] = {}
     numbers: dict[str, dict[str, float]] = {}
+    types: dict[str, dict[str, str]] = {}
     parameters = {p.name: p for p in checkpoint.parameters}
     with_number = [c for c in held if c.name in parameters and _is_number(c, parameters[c.name])]
     plain = [c for c in held if c not in with_number]
@@ -170,6 +172,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
             for c in with_number:
                 for _, values in StateReader(sources).chunks(c.state):
                     numbers.setdefault(c.key, {})[c.name] = float(values[0])
+                    types.setdefault(c.key, {})[c.name] = c.state.dtype
     for group in checkpoint.groups:
         for name in group.parameters:
             parameter = parameters.get(name)
@@ -178,6 +181,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
             for key, scalar in own.items():
                 if key == "step" or scalar.dtype is None or scalar.shape != shape:
                     numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
+                    types.setdefault(key, {}).setdefault(name, scalar.dtype or PYTHON)
                 elif rank == 0:  # of a parameter of one element, where a number looks like a state of its shape
                     value = np.array([scalar.value], dtype=numpy_dtype(scalar.dtype))
                     tensors.setdefault(key, {})[name] = TensorDigest(scalar.dtype, shape, digests.digest(value))
@@ -186,6 +190,7 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
     return StateDigest(
         tensors=tensors,
         numbers=numbers,
+        types=types,
         groups=[
             {k: canonical(v, not_read) for k, v in group.hyperparameters.items() if k not in NOT_HYPERPARAMETERS}
             for group in checkpoint.groups

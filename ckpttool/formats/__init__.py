@@ -37,6 +37,7 @@ from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
     WAIT,
+    connect,
     is_half_removed,
     is_url,
     local_path,
@@ -253,6 +254,29 @@ def open_checkpoint(
             if storage.open(path).version != file.version:
                 raise StorageError(path, "changed while it was being read", WAIT)
     return checkpoint
+
+
+def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
+    """Read files that number the optimizer's parameters again, with the order of the optimizer.
+
+    Args:
+        checkpoint: A checkpoint of any format; returned as it is if it needs no order.
+        order: Parameters in the order of the optimizer.
+
+    Raises:
+        CkptError: A file cannot be read.
+    """
+    from ckpttool.formats.rank_files import ORDER, read_rank_files
+    from ckpttool.formats.zero.reader import read_zero
+    from ckpttool.formats.zero.stage0 import SEVERAL_ORDERS
+
+    of_ranks = checkpoint.format == "rank files"
+    if not (of_ranks and checkpoint.left_out) and not {ORDER, SEVERAL_ORDERS}.intersection(checkpoint.remarks):
+        return checkpoint
+    where = (checkpoint.root, checkpoint.location, checkpoint.tag)
+    location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
+    read = read_rank_files if of_ranks else read_zero
+    return read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
 
 
 def opening_options(

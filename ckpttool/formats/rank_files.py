@@ -20,19 +20,19 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import itemsize, numpy_dtype, parse_number
 from ckpttool.errors import LayoutError
 from ckpttool.formats.dtensor import DTensor, Mesh, dtensor_of, shape_of_dtensor
-from ckpttool.formats.fields import RESTORE, WHOLE, fingerprint, raise_at_once
-from ckpttool.formats.locate import Location
+from ckpttool.formats.fields import RESTORE, WHOLE, fingerprint
 from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
 from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.model import CheckpointFile, Replica, ScalarState, State, Topology, tensor_number
-from ckpttool.storage import connect, read_json
+from ckpttool.storage import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Report
+    from ckpttool.formats.locate import Location
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Reader, Storage
 
@@ -157,23 +157,6 @@ def read_rank_files(storage: Storage, location: Location, _report: Report) -> Ch
         topology = Topology(data_parallel=ranks // tensor_parallel, tensor_parallel=tensor_parallel)
         first = posixpath.join(directory, next(iter(found.model.values())))
         return result.to_checkpoint(storage, location, "rank files", first, topology, tuple(reading.files))
-
-
-def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
-    """Read files that number the optimizer's parameters again, with the order of the optimizer.
-
-    Args:
-        checkpoint: A checkpoint of any format; returned as it is if it needs no order.
-        order: Parameters in the order of the optimizer.
-
-    Raises:
-        CkptError: A file cannot be read.
-    """
-    if checkpoint.format != "rank files" or not (checkpoint.left_out or ORDER in checkpoint.remarks):
-        return checkpoint
-    location = Location(checkpoint.root, checkpoint.location, checkpoint.tag, order=tuple(order))
-    found = read_rank_files(connect(checkpoint.storage), location, raise_at_once)
-    return found or checkpoint
 
 
 def _find(storage: Storage, directory: str) -> _Found | None:

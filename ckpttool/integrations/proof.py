@@ -14,8 +14,7 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, Pr
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
-from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
-from ckpttool.formats.rank_files import in_order
+from ckpttool.formats import in_order, open_checkpoint, opening_options, source_paths, source_storage
 from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
@@ -225,8 +224,8 @@ def prove_state(
 def _with_names_of_state(subject: Callable[[], LiveState], checkpoint: Checkpoint) -> tuple[LiveState, Checkpoint]:
     """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order."""
     state = subject()
-    named = with_names_of(checkpoint, {*(piece.name for piece in state.pieces), *state.aliases})
-    return state, in_order(named, [*state.group_of])
+    ordered = in_order(checkpoint, [*state.group_of])
+    return state, with_names_of(ordered, {*(piece.name for piece in state.pieces), *state.aliases})
 
 
 def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks) -> list[Mismatch]:

@@ -18,12 +18,17 @@ from ckpttool.model.rank_digest import OF_OTHER_FORM, UNLIKE, merge, on_ranks
 from ckpttool.model.state_digest import (
     FROZEN,
     MEMBER,
+    MICRO_BATCHES,
     NOT_COMPARED,
     OPTION,
     OTHER_TYPE,
+    PYTHON,
+    SCALE,
     STATE,
     STEP,
+    TIE,
     TRAINED,
+    TYPE,
     UNKNOWN,
     VALUE,
     WEIGHTS,
@@ -61,6 +66,10 @@ class Reason(Enum):
     NO_OPTIMIZER = "the optimizer's states, because no optimizer was passed"
     WITHOUT_OPTIMIZER = "the optimizer's states and hyper-parameters, which were not restored"
     OTHER_SHAPE = "{names}, whose shape is not the parameter's"
+    WEIGHTS_ONLY = "all but the weights and buffers, which were left out"
+    TIES = "the tie of {names}"
+    NO_GROUP = "{count} parameters that need a gradient and are in no group of the optimizer, such as {first}"
+    MAYBE_TRAINED = "whether {count} parameters that are frozen now were trained at the save"
     FROZEN = "the optimizer states of {count} parameters that are frozen now"
     JOINED = "the optimizer states of {count} parameters that were not trained at the save"
     OPTIONS = "hyper-parameters, which were not restored"
@@ -166,8 +175,9 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     if checkpoint.digests is None:
         values, found = _of_files(live.state.values, checkpoint)
         saved = replace(saved, values={**saved.values, **values})
+    saved = replace(saved, aliases=checkpoint.aliases)
     scheduler = next((one.why for one in found if one.reason is Reason.SCHEDULER), "")
-    sides = _Sides(saved, live, ranks, checkpoint, scope, tied_names(checkpoint.aliases, aliases), scheduler)
+    sides = _Sides(saved, live, ranks, checkpoint, scope, aliases, scheduler)
     found += sides.left_out()
     mismatches: dict[tuple[str, str, str], Mismatch] = {}
     gathered = [one for one in live.mismatches if one.problem == UNLIKE]
@@ -187,7 +197,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
         if verdict is None or isinstance(verdict, Mismatch) or verdict.reason in {Reason.CAST, Reason.ROUNDED}:
             compared[part.item] = part.saved
     told = {(one.key, one.name) for one in mismatches.values()}
-    states = dict.fromkeys(_told_as(item) for item in compared if item.kind != MEMBER)
+    states = dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})
     return Comparison(
         mismatches=[*apart, *mismatches.values(), *(one for one in gathered if (one.key, one.name) not in told)],
         notes=_notes(found),
@@ -199,7 +209,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
 
 def _told_as(item: Item) -> str:
     """Return the name of an item in the list of the compared parts."""
-    return {STATE: item.key, OPTION: "hyper-parameters", VALUE: _kind(item.key)}[item.kind]
+    return {STATE: item.key, TYPE: item.key, OPTION: "hyper-parameters", VALUE: _kind(item.key)}[item.kind]
 
 
 def _notes(found: Iterable[LeftOut]) -> list[str]:
@@ -242,7 +252,7 @@ class _Sides:
         ranks: Its ranks.
         checkpoint: The checkpoint.
         scope: The restored part.
-        tied: ``tied_names`` of both.
+        aliases: Other names of tied parameters in the live state.
         scheduler: Why the scheduler's state was not found; "" if it was, or if there is none.
     """
 
@@ -253,7 +263,7 @@ class _Sides:
         ranks: Sequence[RankDigest],
         checkpoint: Checkpoint,
         scope: Scope,
-        tied: Mapping[str, Sequence[str]],
+        aliases: Mapping[str, str],
         scheduler: str,
     ) -> None:
         self.scope, self.checkpoint, self.scheduler = scope, checkpoint, scheduler
@@ -262,6 +272,7 @@ class _Sides:
         self.recorded = checkpoint.digests is not None
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
+        self.ungrouped = sorted({name for own in ranks for name in own.ungrouped})
         self.others = sorted({name for own in ranks for name in own.others})
         self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.weights_only = scope.weights_only or scope.without_optimizer or not self.trains
@@ -276,16 +287,20 @@ class _Sides:
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
         self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (live.state.values, saved.values))
 
-        def named(items: Iterable[Item], *kinds: str, of_optimizer: bool) -> set[str]:
+        def named(
+            items: Iterable[Item], tied: Mapping[str, Sequence[str]], *kinds: str, of_optimizer: bool
+        ) -> set[str]:
             odd = {i for i in items if i.kind in kinds and (i.kind == STATE and i.key in _COPIES) == of_optimizer}
             found = {i.name for i in items if i.kind in kinds and i not in odd}
             return found.union(*(tied.get(name, ()) for name in found))
 
-        self.pairs = paired(self.saved, self.live, tied)
-        self.trained = named(self.saved, STATE, MEMBER, of_optimizer=True)
-        self.weights = named(self.saved, STATE, of_optimizer=False)
-        self.trained_now = named(self.live, MEMBER, of_optimizer=True)
-        self.weights_now = named(self.live, STATE, of_optimizer=False)
+        then, now = tied_names(saved.aliases), tied_names(aliases)
+        self.pairs = paired(self.saved, self.live, tied_names(saved.aliases, aliases))
+        self.with_states = named(self.saved, {}, STATE, of_optimizer=True)
+        self.trained = named(self.saved, then, STATE, MEMBER, of_optimizer=True)
+        self.weights = named(self.saved, then, STATE, of_optimizer=False)
+        self.trained_now = named(self.live, now, MEMBER, of_optimizer=True)
+        self.weights_now = named(self.live, now, STATE, of_optimizer=False)
         self.may_differ = {*(live.state.differing or ())}
         self.may_differ &= self.may_differ if saved.differing is None else saved.differing
 
@@ -317,7 +332,10 @@ class _Sides:
         found = [LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items()]
         found += [LeftOut(Reason.PENDING, text) for text in self.pending]
         found += [LeftOut(Reason.NO_TENSORS, name) for name in self.others]
+        if self.scope.weights_only:
+            found.append(LeftOut(Reason.WEIGHTS_ONLY))
         if not self.weights_only:
+            found += [LeftOut(Reason.NO_GROUP, name) for name in self.ungrouped]
             if not self.record.group_of:
                 why = self.checkpoint.left_out or "ckpttool reads none in this checkpoint"
                 found.append(LeftOut(Reason.NO_STATES, why=why))
@@ -340,14 +358,27 @@ class _Sides:
         """Return why a part is left out, or how it differs, or None if it is equal."""
         kind, key, _ = part.item
         of_weights = kind == STATE and key in _COPIES
+        if kind == TIE:
+            return self._tie(part)
         left_out = self._value if kind == VALUE else self._weights if of_weights else self._of_optimizer
         return left_out(part) or self._difference(part)
+
+    def _tie(self, part: _Part) -> LeftOut | Mismatch | None:
+        """Return what became of a tie: a load into a model without it gives both parameters the saved values."""
+        name = part.item.name
+        if part.live is None and part.ranks:
+            return Mismatch(WEIGHTS, name, f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks")
+        undone = part.live is None and {name, self.record.aliases.get(name, name)} <= self.weights_now
+        return LeftOut(Reason.TIES if undone else Reason.ASKED, name)
 
     def _value(self, part: _Part) -> LeftOut | None:
         """Return why a counter, or a value of the scheduler, the loss scale or another state, is not compared."""
         key, kind = part.item.key, _kind(part.item.key)
         if self.scope.weights_only or not (self.trains or self.state.values):
             return LeftOut(Reason.ASKED)
+        if key == MICRO_BATCHES:  # the live ones are named with their gradients
+            why = f"the gradients of {part.saved} micro batches since the last step before the save"
+            return LeftOut(Reason.ASKED) if part.saved is None else LeftOut(Reason.PENDING, why)
         if kind in self.scope.without:
             return LeftOut(Reason.NOT_RESTORED, kind)
         if kind == "scheduler" and (why := self.scheduler or self._other_scheduler()):
@@ -356,6 +387,8 @@ class _Sides:
             return LeftOut(Reason.ASKED if key in _COUNTED else Reason.NOT_PASSED, kind)
         if part.live is None and kind == "loss_scale":  # wrappers without ZeRO have fewer numbers than files
             return LeftOut(Reason.ASKED)
+        if part.saved is None and key == SCALE:
+            return None
         if part.saved is None and kind == "rank_state" and not self.recorded:
             return LeftOut(Reason.RANK_STATE)
         if part.saved is None and kind == "client_state" and not self.recorded:
@@ -406,6 +439,9 @@ class _Sides:
             return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
         if kind == MEMBER and {live, saved} == {FROZEN, None}:
             return LeftOut(Reason.ASKED)
+        if kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks:
+            never_trained = self.with_states and name not in self.with_states
+            return LeftOut(Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name)
         if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
             return LeftOut(Reason.FROZEN, name)
         if kind == OPTION and "groups" in scope.without:
@@ -413,6 +449,8 @@ class _Sides:
         as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
         if kind == STATE and key in as_values:  # one side has it partitioned like the weights
             return LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)
+        if kind == TYPE and (None in {saved, live} or saved == PYTHON):
+            return LeftOut(Reason.ASKED)
         if saved is None:
             return self._surplus(part)
         if live is None and not part.ranks and kind == OPTION:  # MEMBER names parameters in no group
@@ -443,7 +481,7 @@ class _Sides:
         """Return how a part differs, or None if it is equal."""
         item, saved, live = part.item, part.saved, part.live
         text = f"{item.key} of {item.owner}" if item.owner else item.key
-        unknown = item.kind == MEMBER and saved == UNKNOWN and (live == TRAINED or (live == FROZEN and not part.ranks))
+        unknown = item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)
         if live == saved or unknown:
             objects = isinstance(saved, str) and saved.startswith(NOT_COMPARED)
             return LeftOut(Reason.OBJECTS, text) if objects else None
@@ -452,6 +490,8 @@ class _Sides:
         problem = difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < self.ranks else ())))
         if item.kind == MEMBER:
             return Mismatch(WEIGHTS, item.name, _of_member(part))
+        if item.kind == TYPE and (self.scope.casts or self.weights_only):
+            return LeftOut(Reason.CAST, f"{item.key} of {item.name} ({saved}, now {live})")
         if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest):
             if not problem:
                 return None

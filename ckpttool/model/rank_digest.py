@@ -67,6 +67,8 @@ class RankFacts:
 
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """``StateDigest.numbers`` of its parameters."""
+    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """``StateDigest.types`` of them."""
     groups: Sequence[Mapping[str, str]] = ()
     """``StateDigest.groups``."""
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -83,6 +85,8 @@ class RankFacts:
     """True if the optimizer steps on partitions of flat buffers, false if on parameters."""
     frozen: Sequence[str] = ()
     """Parameters that need no gradient."""
+    ungrouped: Sequence[str] = ()
+    """Parameters that need a gradient and are in no group of the optimizer."""
     trains: bool = False
     """True with an optimizer, false for a model alone."""
     others: Sequence[str] = ()
@@ -196,16 +200,21 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         del unproven[key]
     tensors = {key: own for key, own in tensors.items() if key not in as_values}
     mismatches = [one for one in mismatches if one.key not in as_values]
-    numbers, groups, values = (_distinct(ranks, names) for names in (("numbers",), OF_GROUPS, ("values",)))
-    apart = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(values, {"": range(len(ranks))})}
+    numbers, groups, values, ties = (
+        _distinct(ranks, names) for names in (("numbers", "types"), OF_GROUPS, ("values",), ("aliases",))
+    )
+    of_parameters = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(ties, holders)}
+    apart = {**of_parameters, **_apart(values, {"": range(len(ranks))})}
     if any(own.partitioned for own in ranks):
         odd = [item for item, found in apart.items() if item.kind in OF_PARTITIONS and None not in found]
         unproven |= {item.key: OF_PARTITIONS[item.kind] for item in odd if item.key != STEP}
     all_numbers: dict[str, dict[str, float]] = {}
+    types: dict[str, dict[str, str]] = {}
     for facts, _ in numbers:
         for key, held in facts.numbers.items():
             if key not in unproven:
                 all_numbers[key] = {**held, **all_numbers.get(key, {})}
+                types[key] = {**facts.types.get(key, {}), **types.get(key, {})}
     options: dict[tuple[tuple[str, str], ...], int] = {}
     group_of: dict[str, int] = {}
     for facts, _ in groups:
@@ -216,8 +225,10 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     state = StateDigest(
         tensors=tensors,
         numbers=all_numbers,
+        types=types,
         groups=[dict(one) for one in options],
         group_of=group_of,
+        aliases=ranks[0].aliases,
         frozen=frozenset(name for facts, _ in groups for name in facts.frozen or () if name in group_of),
         values=dict(ranks[0].values)
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
@@ -322,6 +333,7 @@ def _merge_parts(
     of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
     places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
     weights: dict[str, int] = {}
+    uncovered: list[Mismatch] = []
     retyped: set[str] = set()
     for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
         total = math.prod(part.shape)
@@ -336,7 +348,7 @@ def _merge_parts(
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
-            mismatches.append(Mismatch(part.key, part.name, problem))
+            uncovered.append(Mismatch(part.key, part.name, problem))
         one = TensorDigest(part.dtype, part.shape, digests.joined(np.array([low, high], dtype=np.uint64)))
         tensors[part.key].setdefault(part.name, one)
         if part.key in {WEIGHTS, MODULE} and (part.name not in weights or parts[weights[part.name]].key != WEIGHTS):
@@ -350,6 +362,8 @@ def _merge_parts(
                 mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
         elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    located = {one[:2] for one in mismatches}
+    mismatches += [one for one in uncovered if one[:2] not in located]
     for name, gathered in tensors.pop(GATHERED, {}).items():
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value

@@ -23,6 +23,10 @@ GATHERED = "gathered"
 """State of live weights that a rank keeps whole beside its partition, as ZeRO-3 does with small parameters."""
 STEP = "step"
 """The number that counts steps of the optimizer."""
+SCALE = "loss_scale"
+"""Name of the loss scale where none belongs to the type and it is not 1, as in bf16; begins its other names in fp16."""
+MICRO_BATCHES = "micro_batches"
+"""The number of micro batches since the last step; a state without any has no such value."""
 NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "name"})
 """Keys of a parameter group that say which parameters it has."""
 SHOWN = 60
@@ -61,7 +65,7 @@ class Item(NamedTuple):
     """The name of one item of a state."""
 
     kind: str
-    """STATE, MEMBER, OPTION or VALUE."""
+    """STATE, TYPE, MEMBER, TIE, OPTION or VALUE."""
     key: str
     """State ("weights", "exp_avg", "step"), hyper-parameter, or name of a value: "scheduler.last_epoch"."""
     name: str = ""
@@ -75,6 +79,11 @@ class Item(NamedTuple):
 
 STATE = "state"
 """Kind of the tensors and numbers of a parameter or a buffer."""
+TYPE = "type"
+"""Kind of the types of a parameter's numbers: "F32" of a tensor, or PYTHON."""
+PYTHON = "a Python number"
+TIE = "tied"
+"""Kind of the items of the other names of tied parameters."""
 MEMBER = "member"
 """Kind of the items that say which parameters the optimizer has: TRAINED, FROZEN or UNKNOWN."""
 TRAINED = "trained"
@@ -188,6 +197,8 @@ class StateDigest:
     """Digests by state ("weights", "module", "exp_avg") and name of the parameter or buffer."""
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """States that are one number for a parameter, such as "step", by state and name."""
+    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Types of the numbers, by state and name; without those that are unknown."""
     groups: Sequence[Mapping[str, str]] = ()
     """Hyper-parameters of each optimizer group, as ``canonical`` text."""
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -196,6 +207,8 @@ class StateDigest:
     """Other values by name, as ``canonical`` text: counters, scheduler, loss scale, client state."""
     frozen: frozenset[str] | None = None
     """Parameters of a group that need no gradient; None if unknown."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of tied parameters; a checkpoint records them beside its digests."""
     differing: frozenset[str] | None = None
     """Buffers and values that were not the same on all ranks, whose first rank's are here; None if unknown."""
 
@@ -209,6 +222,7 @@ class StateDigest:
         return {
             "tensors": {key: {n: str(d) for n, d in found.items()} for key, found in self.tensors.items()},
             "numbers": {key: _packed(found) for key, found in self.numbers.items()},
+            **({"types": {key: _packed(found) for key, found in self.types.items()}} if self.types else {}),
             "groups": [dict(options) for options in self.groups],
             "group_of": _packed(self.group_of),
             "values": dict(self.values),
@@ -232,6 +246,9 @@ class StateDigest:
             numbers={
                 str(key): {n: float(v) for n, v in _unpacked(own).items()} for key, own in found["numbers"].items()
             },
+            types={
+                str(key): {n: str(v) for n, v in _unpacked(own).items()} for key, own in found.get("types", {}).items()
+            },
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
             group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
             values={str(name): str(text) for name, text in found["values"].items()},
@@ -247,6 +264,9 @@ def items_of_state(state: StateDigest) -> dict[Item, Fact]:
         result.update((Item(STATE, key, name), one) for name, one in tensors.items())
     for key, numbers in state.numbers.items():
         result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
+    for key, types in state.types.items():
+        result.update((Item(TYPE, key, name), one) for name, one in types.items())
+    result.update((Item(TIE, WEIGHTS, name), TIE) for name in state.aliases)
     frozen = {*(state.frozen or ())}
     for name, group in state.group_of.items():
         trained = UNKNOWN if state.frozen is None else FROZEN if name in frozen else TRAINED
@@ -269,6 +289,7 @@ def renamed(state: StateDigest, names: Mapping[str, str]) -> StateDigest:
         state,
         tensors={key: all_of(own) for key, own in state.tensors.items()},
         numbers={key: all_of(own) for key, own in state.numbers.items()},
+        types={key: all_of(own) for key, own in state.types.items()},
         group_of=all_of(state.group_of),
         frozen=each(state.frozen),
         differing=each(state.differing),
@@ -280,15 +301,15 @@ def short(text: str) -> str:
     return printable(text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
 
 
-def _packed(numbers: Mapping[str, float]) -> list[list[Any]]:
-    """Return numbers by name as JSON data: each number with its names."""
+def _packed(numbers: Mapping[str, float | str]) -> list[list[Any]]:
+    """Return numbers or types by name as JSON data: each one with its names."""
     found: dict[str, list[Any]] = {}  # by text: 0.0 equals -0.0, and NaN not itself
     for name, number in numbers.items():
         found.setdefault(repr(number), [number, []])[1].append(name)
     return list(found.values())
 
 
-def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, float]:
+def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return {str(name): number for number, names in found for name in names}
 
 

@@ -14,6 +14,7 @@ from tests.deepspeed import engines
 from tests.forked import each_on_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.deepspeed
@@ -189,7 +190,7 @@ def _untied(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         trained = [p for n, p in net.named_parameters() if p.requires_grad and (saved or n != "2.weight")]
         config = {
             "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": job["stage"]},
-            "zero_allow_untested_optimizer": True,
+            "zero_allow_untested_optimizer": True, "bf16": {"enabled": job["bf16"]},
         }  # fmt: skip
         return deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(trained), config=config)[0]
 
@@ -199,15 +200,15 @@ def _untied(job: dict[str, Any], directory: Path) -> dict[str, Any]:
             return [float(one) for one in weight.detach().flatten()]
 
     engine = build(0, saved=True)
-    engine.backward(engine(torch.ones(2, 6)).pow(2).mean())
+    engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16 if job["bf16"] else None)).float().pow(2).mean())
     engine.step()
     manager = ckpttool.CheckpointManager(directory / job["id"])
     manager.save(engine, tag="a")
     found: dict[str, Any] = {"saved": values(engine, 0)}
     paths = {
-        "load": lambda live: ckpttool.load(live, directory / job["id"], tag="a"),
+        "load": lambda live: ckpttool.load(live, directory / job["id"], tag="a", prove=True),
         "weights alone": lambda live: ckpttool.load(live, directory / job["id"], tag="a", weights_only=True),
-        "restore": lambda live: manager.restore(live, tag="a"),
+        "restore": lambda live: manager.restore(live, tag="a", prove=True),
     }
     for name, load in paths.items():
         live = build(1, saved=False)
@@ -219,10 +220,9 @@ def _untied(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def test_a_parameter_that_was_tied_at_the_save_is_restored_or_refused(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [
-        {"stage": stage, "was trained": trained, "requires gradient": gradient}
+        {"stage": stage, "was trained": trained, "requires gradient": gradient, "bf16": bf16}
         for stage in (1, 3)
-        for trained in (True, False)
-        for gradient in (True, False)
+        for trained, gradient, bf16 in (*itertools.product((True, False), (True, False), (False,)), (True, False, True))
     ]
     jobs = [{"id": str(number), "world_size": 2, **job} for number, job in enumerate(jobs)]
     for job, ranks in zip(jobs, each_on_ranks(_untied, jobs, tmp_path).values(), strict=True):
@@ -237,6 +237,91 @@ def test_a_parameter_that_was_tied_at_the_save_is_restored_or_refused(tmp_path: 
                 else:
                     assert one["told"] == "", (job, path)
                     assert one["now"] == rank["saved"], (job, path)
+
+
+def _changed_outside(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Prove an engine after changes that its files do not have, and a save between two steps."""
+    import torch
+
+    def told(call: Callable[[], Any]) -> str:
+        try:
+            return str(call()).splitlines()[-1]
+        except ckpttool.CkptError as error:
+            return f"{type(error).__name__}: {error}"
+
+    rank, path = torch.distributed.get_rank(), directory / job["id"]
+    engine = engines.build(job["stage"], job["dtype"], "two", job["optimizer"], accumulation=2)
+    engines.step(engine, 1)
+    manager = ckpttool.CheckpointManager(path)
+    manager.save(engine, tag="pending")
+    engines.step(engine, 1)
+    manager.save(engine, tag="a")
+    found = {"pending": told(lambda: ckpttool.load(engine, path, tag="pending", prove=True))}
+    found["weights"] = told(lambda: ckpttool.load(engine, path, tag="a", weights_only=True, prove=True))
+    found["same"] = told(lambda: ckpttool.load(engine, path, tag="a", prove=True))
+    if job["stage"]:
+        engine.optimizer.loss_scaler.cur_scale *= 4**rank
+        found["scale"] = told(lambda: ckpttool.prove(engine, path, tag="a"))
+        engine.optimizer.loss_scaler.cur_scale /= 4**rank
+    if job["stage"] < 3:
+        for parameter in engine.module.parameters():
+            parameter.data = parameter.data.clone()
+        found["moved"] = told(lambda: ckpttool.prove(engine, path, tag="a"))
+        engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+        found["assigned"] = told(lambda: ckpttool.prove(engine, path, tag="a"))
+    return found
+
+
+def test_changes_beside_the_files_are_named(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {"id": f"z{stage}-{dtype}-{own}", "world_size": 2, "stage": stage, "dtype": dtype, "optimizer": own}
+        for stage, dtype, own in (
+            (0, "bf16", "adamw"),
+            (0, "bf16", "fused"),
+            (1, "bf16", "adamw"),
+            (2, "fp32", "adamw"),
+            (3, "bf16", "adamw"),
+        )
+    ]
+    for name, ranks in each_on_ranks(_changed_outside, jobs, tmp_path).items():
+        for told in ranks:
+            lost = "the gradients of 1 micro batches since the last step before the save"
+            assert lost in told["pending"].partition("; not compared: ")[2], (name, told)
+            assert told["weights"].endswith("; not compared: all but the weights and buffers, which were left out"), (
+                told
+            )
+            assert told["same"].startswith("proven: "), (name, told)
+            assert "not compared" not in told["same"], (name, told)
+            scale = "is not the live state: loss_scale is 4 on rank 1, and was not saved"
+            assert "scale" not in told or scale in told["scale"], (name, told)
+            if "moved" in told:
+                assert told["moved"].startswith("proven: "), (name, told)
+                assert "has an optimizer with a parameter of shape" in told["assigned"], (name, told)
+                assert "that its module does not have; build a new engine" in told["assigned"], (name, told)
+
+
+def _numbered(job: dict[str, Any], directory: Path) -> list[str]:
+    """Prove a plain save whose optimizer numbers parameters of one shape, in groups of another order than the model."""
+    path = directory / job["id"]
+    engine = engines.build(0, job["dtype"], "layers swapped", job["optimizer"])
+    engines.step(engine, 2)
+    engine.save_checkpoint(str(path))
+    told = [str(ckpttool.prove(engine, path))]
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state.values()
+    one, other = sorted(states, key=lambda own: -own["exp_avg"].numel())[:2]
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+    return [*told, engines.refusal(lambda: ckpttool.prove(engine, path))]
+
+
+def test_numbered_parameters_have_the_order_of_the_engine(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {"id": f"{dtype}-{own}", "world_size": 2, "dtype": dtype, "optimizer": own}
+        for dtype, own in (("fp32", "adamw"), ("bf16", "adamw"), ("bf16", "fused"))
+    ]
+    for proof, error in itertools.chain(*each_on_ranks(_numbered, jobs, tmp_path).values()):
+        assert "(weights, exp_avg_sq, exp_avg" in proof, proof
+        assert "not compared" not in proof, proof
+        assert "is not the live state: exp_avg of a." in error, error
 
 
 def _experts(job: dict[str, Any], directory: Path) -> dict[str, Any]:

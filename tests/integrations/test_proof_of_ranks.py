@@ -125,11 +125,8 @@ def test_a_fault_of_one_rank_is_named_on_every_rank(of_one_rank: dict[str, list[
             assert faults[0] == faults[1]
             assert told["same"].startswith("proven: "), name
             assert "not compared" not in told["same"], name
-            if not name.startswith("fsdp"):
-                assert told["exp_avg_sq"] == f"ProofError: exp_avg_sq of 0.weight is missing {on}", name
-                assert f"exp_avg of 0.weight is missing {on}" in told["all"], name
-            else:
-                assert f"exp_avg_sq of 0.weight is missing {on}" in told["exp_avg_sq"], name
+            assert told["exp_avg_sq"] == f"ProofError: exp_avg_sq of 0.weight is missing {on}", name
+            assert f"exp_avg of 0.weight is missing {on}" in told["all"], name
             assert f"step of 0.weight is missing {on}, but was saved as 1" in told["step"], name
 
 
@@ -158,7 +155,15 @@ def _frozen_and_moved(job: dict[str, Any], directory: Path) -> dict[str, str]:
     found["gradients"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
     optimizer.zero_grad()
     found["same"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
+    for dtype in (torch.bfloat16, torch.float32):
+        for own in optimizer.state.values():
+            own["step"] = own["step"].to(dtype)
+        found[f"step {dtype}"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
+    net[1].weight.requires_grad_(False)
+    found["frozen"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
+    net[1].weight.requires_grad_(True)
     net[0].requires_grad_(True)
+    found["no group"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
     optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 1.0})
     found["thawed"] = _told(lambda: ckpttool.prove(net, path, optimizer=optimizer))
     half = torch.nn.Linear(4, 4).bfloat16()
@@ -181,6 +186,11 @@ def test_parameters_that_joined_the_optimizer_or_have_another_type_are_named(tmp
     assert told["same"].startswith("proven: ")
     assert "not compared" not in told["same"]
     assert told["gradients"].endswith("the gradients of 2 parameters, to which the next backward pass adds")
+    assert told["step torch.bfloat16"].startswith("ProofError: step of 1.weight is BF16, but was saved as F32")
+    assert told["step torch.float32"].partition("; ")[0] == told["same"].partition("; ")[0]
+    assert told["frozen"].endswith("whether 1 parameters that are frozen now were trained at the save")
+    none = "2 parameters that need a gradient and are in no group of the optimizer, such as 0.bias"
+    assert told["no group"].endswith(none)
     assert told["thawed"].startswith("ProofError: weights of 0.weight is trained now, and was frozen at the save")
     assert (
         "weights of weight has another type than was saved, with equal values: it is F32, and was BF16"
@@ -188,6 +198,66 @@ def test_parameters_that_joined_the_optimizer_or_have_another_type_are_named(tmp
     )
     assert "momentum_buffer of bias has another type than was saved" in told["widened"]
     assert told["weights"].endswith("the types of 2 tensors with equal values, such as weight (BF16, now F32)")
+
+
+class _Tied(torch.nn.Module):  # type: ignore[misc, name-defined]  # torch is not followed
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x))
+
+    def untie(self) -> None:
+        self.last.weight = torch.nn.Parameter(self.first.weight.detach().clone())
+
+
+def _ties(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Undo a tie after the save: on one rank, then on all; without ZeRO, and under DDP."""
+    rank, path = torch.distributed.get_rank(), directory / job["id"]
+    torch.manual_seed(0)
+    net = _Tied()
+    optimizer = torch.optim.AdamW(net.parameters())
+    if job["id"] == "zero":
+        model = _engine(net, optimizer, 0)
+        model.backward(model(torch.ones(2, 6)).sum())
+        model.step()
+        ckpttool.CheckpointManager(path).save(model)
+        own = {}
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _save(net, optimizer, path)
+        own = {"optimizer": optimizer}
+    found = {"same": _told(lambda: ckpttool.prove(model, path, **own))}
+    if rank:
+        net.untie()
+    found["one"] = _told(lambda: ckpttool.prove(model, path, **own))
+    found["digest"] = _told(lambda: ckpttool.live_digest(model, **own))
+    net.untie()
+    found["all"] = _told(lambda: ckpttool.prove(model, path, **own))
+    found["restore"] = _told(lambda: ckpttool.CheckpointManager(path).restore(net, optimizer=optimizer))
+    return found
+
+
+def test_a_tie_that_is_undone_is_named(tmp_path: Path) -> None:
+    for name, ranks in each_on_ranks(_ties, [{"id": n, "world_size": 2} for n in ("ddp", "zero")], tmp_path).items():
+        for told in ranks:
+            assert told["same"].startswith("proven: ")
+            assert "tie" not in told["same"], name
+            own = "weights of last.weight is a parameter of its own on rank 1, and tied on other ranks"
+            assert told["one"] == f"ProofError: {own}", name
+            assert told["digest"].startswith("ProofError: "), name
+            assert told["all"].startswith("proven: "), name
+            assert ("the tie of last.weight" in told["all"]) == (name == "zero"), (name, told["all"])
+            none = "1 parameters that need a gradient and are in no group of the optimizer, such as last.weight"
+            assert none in told["all"], (name, told["all"])
+            assert told["restore"].startswith("ArgumentError: optimizer: is <torch.optim.adamw.AdamW>"), told
 
 
 def _buffers(job: dict[str, Any], directory: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ import math
 import pathlib
 import random
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,6 +73,8 @@ class Rank:
     values: dict[str, Any]
     buffer: Any
     partitioned: bool
+    types: dict[str, str] = field(default_factory=dict)
+    """Types of steps that are not F32."""
 
     def digest(self) -> RankDigest:
         """Digest it, as if it was sent by another process."""
@@ -81,6 +83,7 @@ class Rank:
         state = LiveState(
             pieces=[*pieces, *buffers],
             numbers={"step": self.steps},
+            types={"step": {name: self.types.get(name, "F32") for name in self.steps}},
             groups=[{k: canonical(v, tensor_text) for k, v in one.items()} for one in self.groups],
             group_of=self.group_of,
             values={"scheduler.last_epoch": "3", **values_of("client_state", self.values)},
@@ -182,6 +185,8 @@ def _break(draw: random.Random, layout: str, live: list[Rank], other: Mapping[st
         for one in holders:
             if alone and draw.random() < 0.3:
                 del one.steps[name]
+            elif draw.random() < 0.3:
+                one.types[name] = "BF16"
             else:
                 one.steps[name] = draw.choice((0.0, 2.0, math.nan))
         return {f"step of {name}"}, alone and sum(name in one.steps for one in live) > 1

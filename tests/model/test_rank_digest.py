@@ -87,7 +87,8 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
     rank = _rank(
         (0, 2, LARGEST), (BOX | 9, 2, 5), numbers={"step": {"a": 3.0}}, groups=[{"lr": "0.1"}], group_of={"a": 0},
         values={"global_steps": "3"}, own={"rank_state": "x"}, aliases={"b": "a"}, unproven={"m": "why"},
-        partitioned=True, frozen=["c"], trains=True, others=["d"], pending="gradients",
+        partitioned=True, frozen=["c"], ungrouped=["e"], types={"step": {"a": "F32"}}, trains=True, others=["d"],
+        pending="gradients",
     )  # fmt: skip
     parsed: dict[str, Any] = {}
     for _ in range(2):

@@ -173,6 +173,8 @@ class ZeroFiles(NamedTuple):
     """Tensors offloaded to NVMe: for each rank, file by name."""
     recorded: tuple[tuple[str, ...], ...] = ()
     """At stage 0: the parameters of each group in the optimizer's order, if the manifest has them."""
+    order: tuple[str, ...] = ()
+    """At stage 0: the parameters of all groups in the order of an optimizer; used if their names are unknown."""
 
     @property
     def ranks(self) -> int:

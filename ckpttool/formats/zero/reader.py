@@ -380,7 +380,10 @@ def read_zero(storage: Storage, location: Location, report: Report) -> Checkpoin
     layers = [_layers(found, rank, tensor) for rank in range(tensor)]
     stages = []
     for stage in range(pipeline):
-        ranks = [f._replace(recorded=recorded) for f in found.slices[stage * tensor : (stage + 1) * tensor]]
+        ranks = [
+            f._replace(recorded=recorded, order=location.order)
+            for f in found.slices[stage * tensor : (stage + 1) * tensor]
+        ]
         slices = _read_slices(ranks, layers, stage, report)
         stages.append(slices[0] if tensor == 1 else _merge_tensor_parallel(slices, report))
     replicas = [twin for own in layers if own for twin in own.replicas]

@@ -10,6 +10,7 @@ import math
 import posixpath
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
@@ -109,7 +110,7 @@ def read_partitions(
     candidates = _candidates(module, copies, buffer_names)
     if not files.expert_optimizer:
         recorded = [[n for n in names if n in candidates] for names in files.recorded]
-        return _read_optimizer(files.model[0], candidates, {}, module, recorded, report)
+        return _read_optimizer(files.model[0], candidates, {}, module, recorded, report, files.order)
     # Each expert-parallel rank saves its own experts, and replicas of all other parameters.
     parallel = len(files.expert_optimizer)
     _check_experts_are_there(files, experts)
@@ -186,6 +187,7 @@ def _read_optimizer(
     module: Mapping[str, TensorRef],
     recorded: Sequence[list[str]],
     report: Report,
+    order: Sequence[str] = (),
 ) -> Partitions:
     """Read the optimizer of one file.
 
@@ -196,11 +198,12 @@ def _read_optimizer(
         module: The state dict.
         recorded: The names of each group, if recorded.
         report: Takes findings.
+        order: The names of all groups in the order of an optimizer, if known.
     """
     optimizer = _parse(file)
     if isinstance(optimizer, str):
         return Partitions(remarks=(optimizer,))
-    names = _names_of_groups(optimizer, candidates, experts, module, recorded)
+    names = _names_of_groups(optimizer, candidates, experts, module, recorded, order)
     known = {**candidates, **experts}
     states: dict[str, Mapping[str, State]] = {}
     numbers: dict[str, Mapping[str, ScalarState]] = {}
@@ -271,19 +274,46 @@ def _names_of_groups(
     experts: Mapping[str, State],
     module: Mapping[str, TensorRef],
     recorded: Sequence[list[str]],
+    order: Sequence[str],
 ) -> list[list[str] | None]:
     """Return the parameter names of every group; None for a group whose names are unknown."""
     if _fit_recorded(recorded, optimizer.groups, optimizer.flat, candidates):
         return [*recorded]
     if optimizer.flat is not None:
-        return [_in_storage(module, flat, candidates) for flat in optimizer.flat]
+        in_storage = [_in_storage(module, flat, candidates) for flat in optimizer.flat]
+        cut = _cut_flat(order, optimizer.flat, candidates) if None in in_storage else None
+        return in_storage if cut is None else [*cut]
     possible = {state.shape for state in (*candidates.values(), *experts.values())}
     shapes = [
         _shapes(optimizer.states, group["params"], optimizer.masters[g] if optimizer.masters else None, possible)
         for g, group in enumerate(optimizer.groups)
     ]
     found = _match(optimizer.groups, shapes, candidates, experts)
+    if found is None:
+        found = _cut(order, shapes, {**candidates, **experts})
     return [None for _ in optimizer.groups] if found is None else [*found]
+
+
+def _cut(
+    order: Sequence[str], shapes: Sequence[Sequence[tuple[int, ...] | None]], known: Mapping[str, State]
+) -> list[list[str]] | None:
+    """Return the names of each group, in a given order of all; None if they are of other shapes."""
+    rest = iter(order)
+    found = [[*islice(rest, len(own))] for own in shapes]
+    of_names = [known[name].shape if name in known else () for name in order]
+    of_file = [*chain.from_iterable(shapes)]
+    fits = len(of_names) == len(of_file) and all(b in {None, a} for a, b in zip(of_names, of_file, strict=True))
+    return found if fits else None
+
+
+def _cut_flat(order: Sequence[str], flat: Sequence[TensorRef], known: Mapping[str, State]) -> list[list[str]] | None:
+    """Return the names of each flat master, in a given order of all; None if a master does not end with a parameter."""
+    sizes = (math.prod(known[name].shape) if name in known else 0 for name in order)
+    ends = {end: place for place, end in enumerate(accumulate(sizes, initial=0))}
+    borders = [*accumulate((one.numel for one in flat), initial=0)]
+    if not order or not ends.keys() >= {*borders} or ends[borders[-1]] != len(order):
+        return None
+    return [[*order[ends[first] : ends[last]]] for first, last in pairwise(borders)]
 
 
 def _guessed(

@@ -13,6 +13,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,12 +32,13 @@ from ckpttool.integrations.torch.live import (
     options_of,
     scheduler_values,
     tensor_text,
+    type_of,
     wrapped_class,
 )
 from ckpttool.model import MODULE
 from ckpttool.model.names import plain_name
 from ckpttool.model.rank_digest import OF_OTHER_FORM
-from ckpttool.model.state_digest import GATHERED, NOT_COMPARED, STEP, WEIGHTS, canonical
+from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,20 +98,25 @@ def engine_state(live: LiveEngine) -> LiveState:
     engine = live.engine
     values = {name: canonical(getattr(engine, name)) for name in COUNTERS if hasattr(engine, name)}
     values |= scheduler_values(engine.lr_scheduler)
-    if live.dtype == "F16":
-        # The place in ZeRO; in wrappers without ZeRO; and in older wrappers.
-        owners = [getattr(live.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
-        owners.append(live.optimizer)
-        scaler = next((s for s in owners if getattr(s, "cur_scale", None) is not None), None)
+    # The place in ZeRO; in wrappers without ZeRO; and in older wrappers.
+    owners = [getattr(live.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config")]
+    owners.append(live.optimizer)
+    scaler = next((s for s in owners if getattr(s, "cur_scale", None) is not None), None)
+    if live.dtype != "F16" and scaler is not None and scaler.cur_scale != 1:
+        values[SCALE] = canonical(scaler.cur_scale, tensor_text)
+    elif live.dtype == "F16":
         held = {key: getattr(scaler, key, None) for key in SCALER}
         values |= {f"loss_scale.{key}": canonical(v, tensor_text) for key, v in held.items() if v is not None}
     groups = {reader.name_of(name): number for number, names in enumerate(live.model.groups) for name in names}
     options = [options_of(group) for group in live.hyperparameters]
+    count = micro_batches(engine)
+    values |= {MICRO_BATCHES: canonical(count)} if count else {}
     aliases = {plain_name(alias): reader.name_of(name) for alias, name in live.model.aliases.items()}
     values |= {} if live.partitions_states else reader.values
     return LiveState(
         pieces=reader.pieces,
         numbers=reader.numbers,
+        types=reader.types,
         groups=options,
         group_of=groups,
         values=values,
@@ -118,10 +125,11 @@ def engine_state(live: LiveEngine) -> LiveState:
         unproven=reader.unproven,
         partitioned=live.partitions_states,
         frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
+        ungrouped=[
+            n for name, p in live.parameters().items() if p.requires_grad and (n := reader.name_of(name)) not in groups
+        ],
         trains=has_optimizer(live.optimizer),
-        pending=f"the gradients of {count} micro batches since the last step"
-        if (count := micro_batches(engine))
-        else "",
+        pending=f"the gradients of {count} micro batches since the last step" if count else "",
         others=live.model.others,
     )
 
@@ -198,6 +206,7 @@ class _Reader:
         self.live = live
         self.pieces: list[Piece] = []
         self.numbers: dict[str, dict[str, float]] = {}
+        self.types: dict[str, dict[str, str]] = {}
         self.unproven: dict[str, str] = {}
         self.values: dict[str, str] = {}
         """Other states, such as the blocks of an 8-bit optimizer: of this rank, if the states are partitioned."""
@@ -219,6 +228,20 @@ class _Reader:
         kind = getattr(layer.experts.deepspeed_experts[0], "group_name", None) or self._expert_group(layer)
         rank = groups._get_expert_parallel_rank(kind)
         return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
+
+    def _name(self, parameter: Any) -> str:
+        """Return the name of a parameter of the optimizer.
+
+        Raises:
+            PlanError: The module does not have it.
+        """
+        if id(parameter) not in self._names:
+            problem = (
+                f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
+            )
+            hint = "build a new engine: something, such as load_state_dict(assign=True), has replaced the parameter"
+            raise PlanError("the engine", problem, hint)
+        return self._names[id(parameter)]
 
     @staticmethod
     def _expert_group(layer: Any) -> str:
@@ -280,42 +303,45 @@ class _Reader:
                 parts, at = [], 0
                 for p in group:
                     size = int(p.partition_numel())
-                    parts.append((self._names[id(p)], at, size, dist.get_rank(p.ds_process_group) * size))
+                    parts.append((self._name(p), at, size, dist.get_rank(p.ds_process_group) * size))
                     at += size
                 yield flat, parts
         elif self.live.partitions_states:
             old = self.live.wrapper == "BF16_Optimizer"
-            whole = optimizer.bf16_groups if old else optimizer.bit16_groups
-            flats = optimizer.bf16_groups_flat if old else optimizer.bit16_groups_flat
+            whole = optimizer.bf16_groups if old else optimizer.round_robin_bit16_groups
             cut = optimizer.bf16_partitioned_groups if old else optimizer.parallel_partitioned_bit16_groups
             groups = optimizer.real_dp_process_group
+            padded = getattr(optimizer, "round_robin_bit16_offsets", None) or [()] * len(whole)
             for number, master in enumerate(self.live.masters):
-                own = cut[number][dist.get_rank(groups[number])]
-                yield master, self._overlaps(whole[number], flats[number], own)
+                size = cut[number][0].numel()
+                low = dist.get_rank(groups[number]) * size
+                yield master, self._overlaps(whole[number], low, size, padded[number])
         elif self.live.wrapper == "FP16_Optimizer":
-            for number, group in enumerate(optimizer.fp16_groups):
-                flat = optimizer.fp16_groups_flat[number]
-                places = [(p.data_ptr() - flat.data_ptr()) // flat.element_size() for p in group]
-                parts = [(self._names[id(p)], at, p.numel(), 0) for p, at in zip(group, places, strict=True)]
-                yield optimizer.fp32_groups_flat[number], parts
+            for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+                yield flat, self._overlaps(group, 0, flat.numel())
         else:
             for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for p, master in zip(group, masters, strict=True):
-                    yield master, [(self._names[id(p)], 0, p.numel(), 0)]
+                    yield master, [(self._name(p), 0, p.numel(), 0)]
 
-    def _overlaps(self, group: Sequence[Any], flat: Any, own: Any) -> list[tuple[str, int, int, int]]:
-        """Return the parts of a group's parameters in this rank's partition of their flat buffer.
+    def _overlaps(
+        self, group: Sequence[Any], low: int, size: int, places: Sequence[int] = ()
+    ) -> list[tuple[str, int, int, int]]:
+        """Return the parts of a group's parameters in a partition of their flat buffer.
 
-        Parameters are views of it, wherever DeepSpeed places them: ``_hp_mapping`` is wrong for round-robin gradients.
+        ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
+
+        Args:
+            group: The parameters in the order of the buffer.
+            low: Index of the first element of the partition.
+            size: Number of its elements.
+            places: Index of each parameter's first element, if there is padding between them.
         """
-        width = flat.element_size()
-        low = (own.data_ptr() - flat.data_ptr()) // width
         parts = []
-        for p in group:
-            at = (p.data_ptr() - flat.data_ptr()) // width
-            first, last = max(at, low), min(at + p.numel(), low + own.numel())
+        for p, at in zip(group, places or accumulate((p.numel() for p in group), initial=0), strict=False):
+            first, last = max(at, low), min(at + p.numel(), low + size)
             if first < last:
-                parts.append((self._names[id(p)], first - low, last - first, first - at))
+                parts.append((self._name(p), first - low, last - first, first - at))
         return parts
 
     def _states(
@@ -326,6 +352,8 @@ class _Reader:
             number = number_of(key, value, owner)
             if number is not None:
                 self.numbers.setdefault(key, {}).update({name: number for name, *_ in parts})
+                if isinstance(value, torch.Tensor):  # a load makes a number of a tensor, and DeepSpeed counts with both
+                    self.types.setdefault(key, {}).update({name: type_of(value) for name, *_ in parts})
             elif isinstance(value, torch.Tensor) and wrapped_class(value):
                 self.values[f"{key}.{label}"] = f"{NOT_COMPARED}{wrapped_class(value)}"
             elif key not in self.unproven and self._fits(key, value, owner, parts):

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.errors import ArgumentError
+from ckpttool.messages import brief
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -47,6 +50,17 @@ class LoadOptions:
     """Whether a restore refuses checkpoints without a manifest."""
     signed: bool = False
     """Whether a restore refuses manifests that are not signed with the manager's key."""
+
+    def __post_init__(self) -> None:
+        """Check the options that other functions take as objects.
+
+        Raises:
+            ArgumentError: An option is an optimizer or a scheduler.
+        """
+        for name in ("optimizer", "scheduler"):
+            if not isinstance(value := getattr(self, name), int):
+                hint = "an engine has its own; load a torch module with its framework, then call ckpttool.prove"
+                raise ArgumentError(name, f"is {brief(value)}, not True or False", hint)
 
     @property
     def without_optimizer(self) -> bool:

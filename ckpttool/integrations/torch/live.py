@@ -30,6 +30,7 @@ from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
+    PYTHON,
     STEP,
     WEIGHTS,
     canonical,
@@ -252,8 +253,11 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
     aliases = {name: first for name, first in named.items() if name != first and name in state_dict}
     others = sorted(state_dict - named.keys())
     found = {} if optimizer is None else _optimizer_state(optimizer, names, pieces)
+    of_groups = found.get("group_of", {})
+    trainable = [plain_name(full) for full, p in module.named_parameters() if p.requires_grad]
     return LiveState(
         pieces=pieces,
+        ungrouped=[name for name in trainable if name not in of_groups],
         values=scheduler_values(scheduler),
         aliases=aliases,
         others=others,
@@ -271,6 +275,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
         ArgumentError: It has no parameter of the model.
     """
     numbers: dict[str, dict[str, float]] = {}
+    types: dict[str, dict[str, str]] = {}
     unproven: dict[str, str] = {}
     group_of = {}
     strangers = 0
@@ -286,6 +291,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
             for key, value in owner.state.get(parameter, {}).items():
                 if (found := number_of(key, value, parameter)) is not None:
                     numbers.setdefault(key, {})[name] = found
+                    types.setdefault(key, {})[name] = type_of(value)
                 elif isinstance(value, torch.Tensor) and not wrapped_class(value):
                     pieces.append(piece_of(key, name, value))
                 elif isinstance(value, torch.Tensor):
@@ -299,7 +305,7 @@ def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piec
         hint += " (fully_shard replaces parameters), or leave it out to digest the weights alone"
         raise ArgumentError("optimizer", problem, hint)
     options = [options_of(group) for _, group in groups]
-    return {"numbers": numbers, "unproven": unproven, "groups": options, "group_of": group_of}
+    return {"numbers": numbers, "types": types, "unproven": unproven, "groups": options, "group_of": group_of}
 
 
 def pending_gradients(module: Any) -> str:
@@ -330,6 +336,12 @@ def number_of(key: str, value: Any, parameter: Any) -> float | None:
     if key != STEP and value.shape == parameter.shape:
         return None
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def type_of(number: Any) -> str:
+    """Return the type of a number of ``number_of``."""
+    known = BY_TORCH_NAME.get(str(getattr(number, "dtype", "")).removeprefix("torch."))
+    return PYTHON if known is None else known.name
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, str]:
