@@ -73,7 +73,7 @@ def test_only_checkpoints_of_the_same_model_show_that_files_lack(name: str, tmp_
     for step in (1, 2):
         shutil.rmtree(root / f"global_step{step}")
     shutil.copytree(Path(source("zero2-dp2-bf16-trainer")) / "global_step3", root / "global_step2")
-    assert "the optimizer was not saved" in ckpttool.inspect(root).remarks
+    assert any("no states of an optimizer" in remark for remark in ckpttool.inspect(root).remarks)
 
 
 @pytest.mark.parametrize("name", SILENT)

@@ -247,7 +247,7 @@ def _parse(file: RankFile) -> _Optimizer | str:
         LayoutError: Its parts contradict each other.
     """
     if file.fields.values.get("optimizer") is None:
-        return "the optimizer was not saved"
+        return "no states of an optimizer: none were saved, or the files that contained them are missing"
     optimizer = file.fields.child("optimizer")
     base = optimizer.child("optimizer_state_dict") if "optimizer_state_dict" in optimizer else optimizer
     if "param_groups" not in base:
