@@ -80,13 +80,16 @@ def page_of_source(
     """Build the page of a checkpoint.
 
     Args:
-        src: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
         report: Result of ``verify``: the page shows its findings, also for a checkpoint that cannot be opened.
-        tag: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
-        trust_names: As for ``inspect``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
 
     Raises:
         CkptError: The checkpoint is missing or damaged, without a finding.

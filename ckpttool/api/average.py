@@ -216,7 +216,8 @@ def average(  # noqa: PLR0913  public API
     weights, and floating-point buffers; other buffers are copied from the newest source.
 
     Args:
-        src: The checkpoints, each as for ``inspect``: of any formats, stages and numbers of ranks.
+        src: The checkpoints, of any formats, stages and numbers of ranks; each is a path that ``inspect`` takes, or
+            several if each contains the files of some ranks.
         out: Directory to write.
         to: "safetensors" for weights as ``consolidate`` writes them; "zero" for a checkpoint that
             ``engine.load_checkpoint`` reads, with the optimizer of the newest source.
@@ -225,26 +226,29 @@ def average(  # noqa: PLR0913  public API
         schedule: Decay of the learning rate that the mean replaces: WSM's weights, for checkpoints at equal distances.
             "linear" weighs all equally, "constant" takes only the newest.
         accumulate: Type to compute in.
-        tag: Tag of each checkpoint; default: as for ``inspect``.
-        dtype: Type of the parameters, default "fp32"; for "zero" as for ``convert``.
-        max_shard_size: As for ``consolidate``.
+        tag: Tag of each checkpoint; default: the one that ``latest`` names.
+        dtype: Type of the parameters, default "fp32"; for "zero" the type that the run computes in.
+        max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
         include: Globs: only tensors whose name matches one; for "zero" the others are copied from the newest source.
         exclude: Globs: no tensors whose name matches one.
         world_size: Data-parallel ranks that will load the output; default: the newest source's.
         stage: ZeRO stage, 1, 2 or 3; default: the newest source's.
         prove: Compute the mean again, digest it and the output, and commit only if they are equal.
-        check: As for ``consolidate``.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
-        overwrite: As for ``consolidate``; not for "zero".
-        jobs: As for ``consolidate``.
-        memory: As for ``consolidate``.
-        ray: As for ``consolidate``.
+        overwrite: Allow an ``out`` with files, but without a checkpoint: weights of the same kind in it are replaced,
+            other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
+            Not for "zero".
+        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
+        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
+        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
-        allow_partial: As for ``consolidate``.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``, for all checkpoints and ``out``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs, for all checkpoints and ``out``: keys, an endpoint, ...
+            Default: fsspec's own configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.

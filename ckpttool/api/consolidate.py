@@ -118,10 +118,12 @@ def consolidate(  # noqa: PLR0913  public API
     Trainable parameters come from the fp32 master weights, frozen ones from the model's copy; buffers keep their type.
 
     Args:
-        src: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
         out: Directory to write: ``model.safetensors`` or ``pytorch_model.bin``, or shards of them with an index.
         to: Kind of file.
-        tag: As for ``inspect``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         dtype: Type of the parameters, cast bit for bit as torch does.
         weights_from: The optimizer's fp32 master weights, or the model's own 16-bit copies (saved at stages 1 and 2).
         max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
@@ -134,7 +136,7 @@ def consolidate(  # noqa: PLR0913  public API
             contains these as well.
         merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
             output has the base model's names.
-        base: The base model, as for ``src``; default: the frozen weights in the checkpoint.
+        base: The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.
         adapter: Names of the adapters to merge, if there are several.
         rename: Rules for the names in the output, applied in order: "s/PATTERN/REPLACEMENT/" with Python's regular
             expressions (flags g, i), or the name of a ready-made map, such as "module" or "peft".
@@ -142,7 +144,7 @@ def consolidate(  # noqa: PLR0913  public API
         prove: Digest the source and the output, and commit only if they are equal.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
-        resume: As for ``convert``.
+        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
         overwrite: Allow an ``out`` with files, but without a checkpoint: weights of the same kind in it are replaced,
             other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
@@ -150,10 +152,11 @@ def consolidate(  # noqa: PLR0913  public API
         ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.

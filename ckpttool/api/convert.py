@@ -169,11 +169,13 @@ def convert(  # noqa: PLR0913  public API
     frozen parameters and buffers are copied bit for bit. The output appears whole or not at all.
 
     Args:
-        src: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
         out: Directory to write: a checkpoint root, with ``latest`` (or ``latest_universal``), or a DCP directory.
         to: "zero" for native files that ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for
             DeepSpeed's ``load_universal``; "dcp" for ``torch.distributed.checkpoint``.
-        tag: As for ``inspect``; the output has the same.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names. The output has the same.
         world_size: Data-parallel ranks that will load the output; needed for "zero".
         stage: 1, 2 or 3, for "zero"; default: the source's.
         sub_group_size: Stage 3: as in the configuration of the run that loads it; default: the source's or DeepSpeed's.
@@ -194,18 +196,19 @@ def convert(  # noqa: PLR0913  public API
         torch: For "ranks", the run's torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the source's,
             otherwise "2.13". The files load in no other release.
         prove: Digest the source and the output, and commit only if they are equal.
-        check: As for ``consolidate``.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
         resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
-        jobs: As for ``consolidate``.
-        memory: As for ``consolidate``.
-        ray: As for ``consolidate``.
+        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
+        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
+        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
-        allow_partial: As for ``consolidate``.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.

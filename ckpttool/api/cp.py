@@ -77,20 +77,24 @@ def cp(  # noqa: PLR0913  public API
     """Copy a whole checkpoint from one storage to another; ``latest`` is written last.
 
     Args:
-        src: As for ``inspect``. Several directories become one.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage). Several
+            directories become one.
         out: The root that gets a directory of the same tag and the sidecar files; for a format without tags, the
             directory itself.
-        tag: As for ``inspect``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         prove: Digest the checkpoint and the copy, and commit only if they are equal.
-        check: As for ``consolidate``.
-        resume: As for ``convert``.
-        jobs: As for ``consolidate``.
-        memory: As for ``consolidate``.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
+        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
+        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
+        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         progress: Called with (bytes done, bytes in all).
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         ArgumentError: An argument is outside its range.

@@ -39,9 +39,10 @@ def ls(
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The directory cannot be read, or contains no checkpoint.
@@ -68,12 +69,14 @@ def pin(
     replaces the checkpoint removes it.
 
     Args:
-        src: As for ``inspect``; one directory.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``.
         why: The reason, for people.
-        tag: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is missing or damaged, another process removes or thins it, the reason is empty, or
@@ -109,11 +112,13 @@ def unpin(
     """Remove the pin of a checkpoint; return it.
 
     Args:
-        src: As for ``pin``.
-        tag: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         PlanError: The checkpoint is not pinned.
@@ -200,14 +205,16 @@ def prune(  # noqa: PLR0913  public API
         thin_every: Thin only those whose step is a multiple of this, and remove the others, thin ones included.
         torn: Remove incomplete and uncommitted checkpoints too, unless a save may still write them.
         grace: With ``torn``, the least age of their newest file: seconds, or a text like "1h".
-        sign_key: Key of signed checkpoints, as for ``CheckpointManager``; without it they are not thinned.
+        sign_key: Key of signed checkpoints; without it they are not thinned. Bytes are the key itself; a path names the
+            file that contains it, "env:NAME" an environment variable.
         dry_run: Decide, but change nothing.
-        jobs: As for ``consolidate``.
-        memory: As for ``consolidate``.
+        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
+        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         progress: Called with (bytes of thin checkpoints written, bytes in all).
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         A decision with its reason for each checkpoint, oldest first.

@@ -92,17 +92,21 @@ def verify(  # noqa: PLR0913  public API
     A finding is about a checkpoint that exists; a missing one raises an error.
 
     Args:
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with the fp32
             master weights.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
-        trust_names: As for ``inspect``.
-        sign_key: The checkpoint must have been signed with it; every byte is read. As for ``CheckpointManager``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        sign_key: The checkpoint must have been signed with it; every byte is read. Bytes are the key itself;
+            a path names the file that contains it, "env:NAME" an environment variable.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         PlanError: The key cannot be read.
@@ -150,8 +154,12 @@ def diff(  # noqa: PLR0913  public API
     ``a`` equals element y of ``b`` if ``|x - y| <= atol + rtol * |y|``, or if both are NaN.
 
     Args:
-        a: As for ``inspect``.
-        b: As for ``inspect``.
+        a: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        b: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
         tag_a: Tag of the checkpoint in a.
         tag_b: Tag of the checkpoint in b.
         rtol: Relative tolerance.
@@ -161,10 +169,11 @@ def diff(  # noqa: PLR0913  public API
         all: Also compare steps, hyper-parameters (learning rates), the scheduler, the loss scale and client state.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         ArgumentError: A tolerance is negative or not finite.
@@ -231,18 +240,21 @@ def stats(  # noqa: PLR0913  public API
     """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
 
     Args:
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
         optimizer: Also the optimizer's states.
         magnitudes: Also count the values by power of two (``TensorStats.magnitudes``), which takes as long as the rest.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
@@ -275,14 +287,17 @@ def digest(
     """Digest the values of a checkpoint; sharding and file format make no difference.
 
     Args:
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
@@ -343,21 +358,25 @@ def extract(  # noqa: PLR0913  public API
     """Read one tensor, or a slice of it, and return it or write it to a file; only its bytes are read.
 
     Args:
-        src: As for ``inspect``, or the ``Checkpoint`` that ``inspect`` returned.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage), or the
+            ``Checkpoint`` that ``inspect`` returned.
         name: Parameter or buffer, by its own or a tied name.
         out: File to write, of the kind of its suffix: ``.safetensors``, ``.npy`` or ``.pt``; default: none.
-        tag: As for ``inspect``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         state: "weights" for the fp32 master weights, or else the model's own copy; or the name of a state in the
             checkpoint: "fp32", "module", "exp_avg", ...
         index: As in ``tensor[index]``: integers and slices of step 1, one for each dimension from the first on;
             default: the whole tensor.
         framework: Type of the result: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
-        check: As for ``consolidate``.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         overwrite: Replace ``out`` if it exists.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         The tensor in its type and shape, which owns its memory; with ``out`` an ``ExtractReport``.

@@ -46,13 +46,14 @@ def resume_config(
     Args:
         ds_config: DeepSpeed's configuration, or the path of its JSON file; it is not changed.
         world_size: Data-parallel ranks of the run that resumes.
-        src: The checkpoint to resume from, as for ``inspect``: its global batch counts. Default: ``train_batch_size``
-            of ``ds_config``.
-        tag: As for ``inspect``.
+        src: The checkpoint to resume from, a path that ``inspect`` takes: its global batch counts. Default:
+            ``train_batch_size`` of ``ds_config``.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         train_batch_size: The global batch, in the place of the one in ``src`` and ``ds_config``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         A copy with ``train_batch_size``, ``train_micro_batch_size_per_gpu`` and ``gradient_accumulation_steps``.

@@ -315,9 +315,11 @@ def prepare(
         async_save: Return from ``save_state`` after the state is copied to host memory, and write in the background.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
-        storage_options: As for ``CheckpointManager``.
-        allow: As for ``CheckpointManager``.
-        prove: As for ``ckpttool.load``, after each ``load_state``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        prove: Whether to digest the live state after each ``load_state``, in place, and compare it with the saved one;
+            see ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
     Raises:
         PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed or was

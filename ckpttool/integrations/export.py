@@ -48,7 +48,8 @@ def export(
         out: Directory or URL to write; None for the folder itself, on local disk.
         dtype: Type of the weights.
         adapter_only: Write a PEFT adapter.
-        storage_options: As for ``consolidate``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
 
     Returns:
         The directory with the weights.
@@ -85,7 +86,8 @@ class Exporter:
     Args:
         dtype: Type of the weights.
         adapter_only: Whether to export a PEFT adapter.
-        storage_options: As for ``consolidate``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Exporter:
 
         Args:
             folder: Folder of the checkpoint.
-            out: As for ``export``.
+            out: Directory or URL to write; None for the folder itself.
             then: Called in the thread with the directory of the weights.
         """
 

@@ -293,9 +293,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         export_dtype: "fp32", "bf16" or "fp16"; default: the type that the engine computes in.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
-        storage_options: As for ``CheckpointManager``.
-        allow: As for ``CheckpointManager``.
-        prove: As for ``ckpttool.load``, after each resume.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
+            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
     """
 
     def __init__(  # noqa: PLR0913  public API

@@ -58,9 +58,12 @@ class CkptSaves:
     Args:
         async_save: Return after the state is copied to host memory, and write in the background.
         save_timeout: Seconds that a rank may lag before a save fails.
-        storage_options: As for ``CheckpointManager``.
-        allow: As for ``CheckpointManager``: classes of objects in hyper-parameters and in states of callbacks.
-        prove: As for ``ckpttool.load``, after each resume.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+            So may be objects in hyper-parameters and in states of callbacks.
+        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
+            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         arguments: Arguments of the strategy.
     """
 
@@ -188,7 +191,8 @@ def newest_checkpoint(
 
     Args:
         directory: Directory or URL.
-        storage_options: As for ``CheckpointManager``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
 
     Returns:
         Its path or URL; None if there is none yet.

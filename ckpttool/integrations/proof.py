@@ -131,16 +131,20 @@ def prove(  # noqa: PLR0913  public API
     digests that the save recorded in the manifest; without those, with digests of the files.
 
     Args:
-        model: As for ``live_digest``.
-        src: As for ``inspect``.
-        optimizer: As for ``live_digest``; without it, only weights and buffers of a torch module are compared.
-        scheduler: As for ``live_digest``.
-        tag: As for ``inspect``.
+        model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        optimizer: The module's optimizer, or a list of several; an engine has its own. Without it, only weights and
+            buffers of a torch module are compared.
+        scheduler: The learning-rate scheduler of the module, or of an engine that has none.
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         weights_only: Whether to compare only weights and buffers.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
-        trust_names: As for ``inspect``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         timeout: Seconds that a rank may lag.
 
     Returns:

@@ -79,8 +79,9 @@ class RayTrainCheckpoints:
         timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
-        allow: As for ``CheckpointManager``.
-        sign_key: As for ``CheckpointManager``.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
+            itself; a path names the file that contains it, "env:NAME" an environment variable. The same on every rank.
 
     Raises:
         PlanError: This process is not a worker of Ray Train V2.
@@ -164,7 +165,8 @@ class RayTrainCheckpoints:
                 "critic": b}, which are one checkpoint. The same in each call of a worker.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
-            rank_state: As for ``CheckpointManager.save``; ``restored`` has it after a restore.
+            rank_state: This rank's own state, in a file of its own; on every rank or on none. Of the same types as
+                ``client_state``. ``restored.rank_state`` and ``restored.rank_states`` return it after a restore.
             checkpoint_dir_name: Name of the checkpoint's directory in the run's, as for ``ray.train.report``; unique.
             validation: As for ``ray.train.report``; the validation gets the committed checkpoint.
 
@@ -259,13 +261,17 @@ class RayTrainCheckpoints:
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
                 ``restore(engine) or restore(engine, given)``, which after a failure continues with the run's own.
-            strict: As for ``ckpttool.load``.
-            weights_only: As for ``ckpttool.load``.
-            optimizer: As for ``ckpttool.load``.
-            scheduler: As for ``ckpttool.load``.
-            require_committed: As for ``CheckpointManager.restore``.
-            require_signed: As for ``CheckpointManager.restore``.
-            prove: As for ``ckpttool.load``.
+            strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep
+                the engine's values, and unexpected ones are left out; the report names both.
+            weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
+                states, the counters and the scheduler unchanged. The report has the client state.
+            optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
+                master weights, buffers, counters and the scheduler.
+            scheduler: Restore the learning-rate scheduler.
+            require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
+            require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
+            prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
+                ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
         Returns:
             The client state of the checkpoint; None without a given checkpoint, if the run has none yet.

@@ -92,12 +92,14 @@ class Folders:
     Args:
         root: A directory or URL on the storage of all checkpoints; in a worker of Ray Train None for the directory of
             the run: each save is then reported to Ray.
-        async_save: As for ``CheckpointManager``.
-        timeout: As for ``CheckpointManager``.
-        storage_options: As for ``CheckpointManager``.
-        allow: As for ``CheckpointManager``.
-        prove: As for ``ckpttool.load``, after each resume.
-        on_save: As for ``CheckpointManager``.
+        async_save: Return after the state is copied to host memory, and write in the background.
+        timeout: Seconds that a rank may lag before a save fails.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
+        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
+            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
+        on_save: Called on every rank after each save, in the thread of the save.
     """
 
     def __init__(
@@ -159,14 +161,16 @@ class Folders:
         """Save the engine's state and this rank's files, on every rank at the same step; replaces an existing save.
 
         Args:
-            engine: As for ``CheckpointManager.save``.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
+                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
+                call.
             folder: Directory or URL of this checkpoint.
             tag: Name of DeepSpeed's directory in it; None for DeepSpeed's own.
             files: Files that this rank adds to the folder, by path relative to it.
             static: Those of them that no resume needs, such as a tokenizer.
             hidden: Those of them that this rank does not write into the folder, because another rank does.
-            client_state: As for ``CheckpointManager.save``.
-            metrics: As for ``CheckpointManager.save``.
+            client_state: State to save with the checkpoint; ``restore`` returns it.
+            metrics: Numbers for ``keep_best``; the manifest gets the first rank's.
             exclude_frozen: Leave frozen parameters out.
             before: Attempt and number of the previous commit of the run.
             within_epoch: Whether more batches of the epoch follow, for ``was_within_epoch``.

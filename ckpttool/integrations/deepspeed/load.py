@@ -84,8 +84,10 @@ def load(  # noqa: PLR0913  public API
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep the
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
@@ -94,13 +96,15 @@ def load(  # noqa: PLR0913  public API
             master weights, buffers, counters and the scheduler.
         scheduler: Restore the learning-rate scheduler.
         dry_run: Report the result of a load, without reading weights or changing the engine.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
         memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
-        check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes; as for
-            ``consolidate``. With a manifest, every byte is compared with its checksums.
-        trust_names: As for ``inspect``.
+        check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes: of records read
+            "read" whole, "full" also of partly read ones, "off" none. With a manifest, every byte is compared with its
+            checksums.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
             tensors, numpy arrays, paths and dates are always built.
         prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
@@ -160,7 +164,7 @@ def restore_engine(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ra
     """Load an open checkpoint; call it on every rank with the same checkpoint.
 
     Args:
-        engine: As for ``load``.
+        engine: The engine that ``deepspeed.initialize`` returned.
         checkpoint: The checkpoint; all reads use its ``storage``.
         options: What to restore, and how to read.
         ranks: The ranks that take part.

@@ -84,17 +84,19 @@ class CheckpointManager:
         keep_every: Keep checkpoints whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
         keep_for: Keep checkpoints younger than this: seconds, or a text like "7d".
-        thin: As for ``ckpttool.prune``: instead of deleting a checkpoint, keep its weights in this type. The first rank
-            writes them after a save, with ``async_save`` in the background.
-        thin_every: As for ``ckpttool.prune``: keep the weights of those whose step is a multiple of this, in bf16
-            unless ``thin`` says otherwise, and remove the others.
+        thin: Instead of deleting a checkpoint that no rule keeps, keep its weights in this type: "bf16" or "fp32". The
+            first rank writes them after a save, with ``async_save`` in the background.
+        thin_every: Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says otherwise,
+            and remove the others, thin ones included.
         async_save: Return after the state is copied to host memory, and write in the background.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
         on_save: Called on every rank after each save, in the thread of the save.
         signals: Signals that announce the end of the run (``signal.SIGTERM`` on most clusters); see ``preempted``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``; for ``restore``.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+            For ``restore``.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
         sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
@@ -236,7 +238,9 @@ class CheckpointManager:
 
         Args:
             root: A root on the manager's storage.
-            engine: As for ``save``.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
+                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
+                call.
             save: The other arguments of ``save``.
             known: The engines of the run, which gets these.
         """
@@ -364,14 +368,19 @@ class CheckpointManager:
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with.
             tag: Load only this checkpoint.
-            strict: As for ``ckpttool.load``.
-            weights_only: As for ``ckpttool.load``.
-            optimizer: As for ``ckpttool.load``.
-            scheduler: As for ``ckpttool.load``.
-            dry_run: As for ``ckpttool.load``: ``restored`` gets the report of the planned restore.
+            strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep
+                the engine's values, and unexpected ones are left out; the report names both.
+            weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
+                states, the counters and the scheduler unchanged. The report has the client state.
+            optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
+                master weights, buffers, counters and the scheduler.
+            scheduler: Restore the learning-rate scheduler.
+            dry_run: Report the result of a load, without reading weights or changing the engine. ``restored`` gets the
+                report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
-            prove: As for ``ckpttool.load``.
+            prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
+                ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
         Returns:
             The client state of the checkpoint; None without a checkpoint. ``restored`` has the report; of several
@@ -408,7 +417,7 @@ class CheckpointManager:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments.
 
         Args:
-            engine: As for ``restore``.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with.
             search: Returns the paths of the checkpoints, best first.
             options: The options.
             known: The engines of the run; None to allow any.

@@ -59,18 +59,22 @@ def load_state_dict(  # noqa: PLR0913  public API
     """Return the weights and buffers of any checkpoint as a lazy mapping; ZeRO of any stage and number of ranks too.
 
     Args:
-        src: As for ``inspect``.
-        tag: As for ``inspect``.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         dtype: Type of the parameters: "fp32", "bf16", "fp16" or one of torch's. Default: fp32, as ``consolidate``
             writes. Buffers keep their own.
         device: Device of the tensors; default: host memory.
         include: Globs: only parameters and buffers whose full name matches one.
         exclude: Globs: no parameter or buffer whose full name matches one.
-        check: As for ``consolidate``. A record shared by several tensors is compared when the last of them is read.
-        trust_names: As for ``inspect``.
-        storage_options: As for ``inspect``.
-        follow_links: As for ``inspect``.
-        open_budget: As for ``inspect``.
+        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none. A
+            record shared by several tensors is compared when the last of them is read.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
