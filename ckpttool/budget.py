@@ -1,7 +1,7 @@
 """Limit the memory for structure, the objects, the chunks and the CPU seconds that opening a checkpoint takes.
 
 A hostile file of a kilobyte can demand gigabytes and hours. The limits grow with the bytes of the opened files, so that
-a checkpoint of a thousand ranks opens without an option; ``open_budget`` multiplies them for unusual checkpoints.
+a checkpoint of a thousand ranks opens.
 """
 
 from __future__ import annotations
@@ -38,14 +38,9 @@ SECONDS = Allowance(30.0, 2e-7, "seconds of CPU")
 
 
 class Budget:
-    """Resources that the opening of one checkpoint has used. Threads may share it.
+    """Resources that the opening of one checkpoint has used. Threads may share it."""
 
-    Args:
-        factor: Multiplies the limits.
-    """
-
-    def __init__(self, factor: float = 1.0) -> None:
-        self._factor = factor
+    def __init__(self) -> None:
         self._spent: dict[Allowance, float] = {}
         self._files: dict[str, int] = {}
         self._nbytes = 0
@@ -79,24 +74,24 @@ class Budget:
             raise self._exceeded(SECONDS, path)
 
     def _limit(self, what: Allowance) -> float:
-        return self._factor * (what.base + what.per_byte * self._nbytes)
+        return what.base + what.per_byte * self._nbytes
 
     def _exceeded(self, what: Allowance, path: str) -> ContainerError:
         problem = f"needs more than {self._limit(what):,.0f} {what.unit}, too much for its size"
-        return ContainerError(path, problem, "if you trust the file, set open_budget=10", ("open_budget",))
+        return ContainerError(path, problem, "if you trust the file, load it with the framework that wrote it")
 
 
 _CURRENT: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextlib.contextmanager
-def opening(factor: float = 1.0) -> Iterator[Budget]:
+def opening() -> Iterator[Budget]:
     """Set the budget for the body; inside another ``opening``, use the budget of that one."""
     begun = _CURRENT.get()
     if begun is not None:
         yield begun
         return
-    budget = Budget(factor)
+    budget = Budget()
     token = _CURRENT.set(budget)
     try:
         yield budget

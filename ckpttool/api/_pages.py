@@ -74,7 +74,6 @@ def page_of_source(
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
     trust_names: bool = False,
 ) -> bytes:
     """Build the page of a checkpoint.
@@ -88,7 +87,6 @@ def page_of_source(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
 
     Raises:
@@ -96,7 +94,7 @@ def page_of_source(
     """
     from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     try:
         checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
     except CkptError:

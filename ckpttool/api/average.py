@@ -207,7 +207,6 @@ def average(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> AverageReport:
     """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
 
@@ -248,12 +247,11 @@ def average(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs, for all checkpoints and ``out``: keys, an endpoint, ...
             Default: fsspec's own configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,

@@ -111,7 +111,6 @@ def consolidate(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> ConsolidateReport:
     """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
@@ -156,12 +155,11 @@ def consolidate(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,

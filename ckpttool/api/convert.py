@@ -161,7 +161,6 @@ def convert(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> ConvertReport:
     """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
@@ -208,12 +207,11 @@ def convert(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,

@@ -72,7 +72,6 @@ def cp(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> CpReport:
     """Copy a whole checkpoint from one storage to another; ``latest`` is written last.
 
@@ -94,13 +93,12 @@ def cp(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         ArgumentError: An argument is outside its range.
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,

@@ -33,7 +33,6 @@ def ls(
     *,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Catalog:
     """List the checkpoints in a directory, sorted by step, and whether each is whole.
 
@@ -42,7 +41,6 @@ def ls(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The directory cannot be read, or contains no checkpoint.
@@ -50,7 +48,7 @@ def ls(
     from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
 
-    options = opening_options(storage_options, follow_links, open_budget)
+    options = opening_options(storage_options, follow_links)
     return catalog(checked_path("root", root), options=options)
 
 
@@ -61,7 +59,6 @@ def pin(
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Pin:
     """Pin a checkpoint: no rule of ``prune``, ``CheckpointManager`` or a trainer's rotation removes or thins it.
 
@@ -76,7 +73,6 @@ def pin(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is missing or damaged, another process removes or thins it, the reason is empty, or
@@ -88,7 +84,7 @@ def pin(
 
     if not why.strip():
         raise ArgumentError("why", "is empty", "say why the checkpoint is to be kept")
-    storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
+    storage, directory = _find(src, tag, opening_options(storage_options, follow_links))
     made = Pin(_who(), time.time(), why.strip(), directory)
     write_pin(storage, directory, made)
     storage.refresh([])
@@ -107,7 +103,6 @@ def unpin(
     tag: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Pin:
     """Remove the pin of a checkpoint; return it.
 
@@ -118,7 +113,6 @@ def unpin(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         PlanError: The checkpoint is not pinned.
@@ -127,7 +121,7 @@ def unpin(
     from ckpttool.commit.marks import find_pin
     from ckpttool.storage import PIN
 
-    storage, directory = _find(src, tag, opening_options(storage_options, follow_links, open_budget))
+    storage, directory = _find(src, tag, opening_options(storage_options, follow_links))
     found = find_pin(storage, directory)
     if found is None:
         raise PlanError(directory, "is not pinned", "ls shows which checkpoints are")
@@ -185,7 +179,6 @@ def prune(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> list[Decision]:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
@@ -214,7 +207,6 @@ def prune(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         A decision with its reason for each checkpoint, oldest first.
@@ -224,7 +216,7 @@ def prune(  # noqa: PLR0913  public API
         CkptError: The directory cannot be read, or no checkpoint has the number; nothing was changed.
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` have the results.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     from ckpttool.api.options import Options
     from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog

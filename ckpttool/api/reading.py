@@ -35,7 +35,6 @@ def inspect(
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Checkpoint:
     """Read the layout of a checkpoint; no weights are read and no code in it is run.
 
@@ -48,12 +47,11 @@ def inspect(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is missing or damaged; names the file, the problem and the next step.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
 
 
@@ -85,7 +83,6 @@ def verify(  # noqa: PLR0913  public API
     sign_key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> VerifyReport:
     """Check that a checkpoint is whole and sound; lists every finding instead of raising.
 
@@ -106,14 +103,13 @@ def verify(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         PlanError: The key cannot be read.
         StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     from ckpttool.analysis.verify import verify_checkpoint
     from ckpttool.commit.signing import read_key
 
@@ -146,7 +142,6 @@ def diff(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> DiffReport:
     """Compare two checkpoints of any formats and topologies: names, shapes, weights and optimizer states.
 
@@ -173,13 +168,12 @@ def diff(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         ArgumentError: A tolerance is negative or not finite.
         CkptError: One of them is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not 0 <= tolerance < math.inf:
             raise ArgumentError(name, f"is {tolerance}, not finite and 0 or more", "choose 0 for equality")
@@ -235,7 +229,6 @@ def stats(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> list[TensorStats]:
     """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
 
@@ -254,12 +247,11 @@ def stats(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     from ckpttool.analysis.stats import statistics
     from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
 
@@ -282,7 +274,6 @@ def digest(
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Digest:
     """Digest the values of a checkpoint; sharding and file format make no difference.
 
@@ -297,12 +288,11 @@ def digest(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     from ckpttool.analysis import digest as digests
     from ckpttool.model.selection import contents
 
@@ -353,7 +343,6 @@ def extract(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> Any:
     """Read one tensor, or a slice of it, and return it or write it to a file; only its bytes are read.
 
@@ -376,7 +365,6 @@ def extract(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         The tensor in its type and shape, which owns its memory; with ``out`` an ``ExtractReport``.
@@ -392,7 +380,7 @@ def extract(  # noqa: PLR0913  public API
     from ckpttool.plan.builder import source_files
 
     check_choice("framework", framework, ("numpy", "torch"))
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
     checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
     found = find(checkpoint, name, state)

@@ -36,7 +36,6 @@ def resume_config(
     train_batch_size: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> dict[str, Any]:
     """Return a configuration with the global batch of the saved run on another number of ranks.
 
@@ -53,7 +52,6 @@ def resume_config(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Returns:
         A copy with ``train_batch_size``, ``train_micro_batch_size_per_gpu`` and ``gradient_accumulation_steps``.
@@ -62,7 +60,7 @@ def resume_config(
         ArgumentError: The global batch is unknown, or not divisible by the number of ranks; names numbers that fit.
         CkptError: The checkpoint cannot be opened.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     check_at_least("world_size", world_size, 1)
     check_at_least("train_batch_size", train_batch_size, 1)
     config = _configuration(ds_config)

@@ -116,7 +116,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
     "Resources": ("jobs", "memory", "ray", "ray_address", "storage_options"),
     "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
-    "Rare": ("part", "trust_names", "follow_links", "open_budget", "sign_key"),
+    "Rare": ("part", "trust_names", "follow_links", "sign_key"),
 }  # fmt: skip
 """Titles of the sections in a command's help, and their options; the first has all others."""
 _PARTS = "ckpttool.parts"
@@ -345,13 +345,7 @@ def common_options(function: F) -> F:
     links = click.option(
         "--follow-links", is_flag=True, help="Follow links that leave a checkpoint's root, to any file you may read."
     )
-    budget = click.option(
-        "--open-budget",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="FACTOR",
-        help="Multiply the memory and time that opening a checkpoint may take.  [default: 1]",
-    )
-    return storage(links(budget(quiet(verbose(debug_option(function))))))
+    return storage(links(quiet(verbose(debug_option(function)))))
 
 
 RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")

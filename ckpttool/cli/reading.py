@@ -15,7 +15,7 @@ VIEWS = ("params", "ranks", "files", "map")
 """The views of ``inspect``, in the order in which they are printed."""
 WIDE = 140
 """Columns of a terminal that has room for a small histogram in each row of statistics."""
-OPENING = ("tag", "trust_names", "storage_options", "follow_links", "open_budget")
+OPENING = ("tag", "trust_names", "storage_options", "follow_links")
 """Parameters of ``ckpttool.inspect``."""
 
 

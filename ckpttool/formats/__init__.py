@@ -34,7 +34,7 @@ from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.messages import brief, name_some
+from ckpttool.messages import name_some
 from ckpttool.storage import (
     WAIT,
     connect,
@@ -47,7 +47,7 @@ from ckpttool.storage import (
     without_credentials,
     without_secrets,
 )
-from ckpttool.storage.base import FOLLOW_LINKS, OF_OPENING, OPEN_BUDGET
+from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def open_checkpoint(
         problem = f"is not on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
-    with opening((options or {}).get(OPEN_BUDGET, 1.0)):
+    with opening():
         explainer = Explainer(storage, report)
         try:
             checkpoint = _open(places, storage, tag, explainer, Accepted(unfinished, trust_names, module_only))
@@ -279,22 +279,17 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     return read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
 
 
-def opening_options(
-    storage_options: Mapping[str, Any] | None, follow_links: bool = False, open_budget: float = 1.0
-) -> Mapping[str, Any] | None:
-    """Return the options of a storage together with ckpttool's own options, as ``open_checkpoint`` takes them.
+def opening_options(storage_options: Mapping[str, Any] | None, follow_links: bool = False) -> Mapping[str, Any] | None:
+    """Return the options of a storage together with ckpttool's own one, as ``open_checkpoint`` takes them.
 
     Raises:
-        ArgumentError: ``open_budget`` is not a number above 0, or the storage's options contain one of ckpttool's.
+        ArgumentError: The storage's options contain ckpttool's.
     """
-    for name in OF_OPENING & set(storage_options or {}):
-        problem = f"contains {name}, which is an option of ckpttool and not of a storage"
-        raise ArgumentError("storage_options", problem, f"pass {name} as a parameter of its own", (name,))
-    if isinstance(open_budget, bool) or not open_budget > 0:
-        raise ArgumentError(OPEN_BUDGET, f"is {brief(open_budget)}, not a number above 0", "choose 1 or more")
-    own: dict[str, Any] = {FOLLOW_LINKS: True} if follow_links else {}
-    own |= {OPEN_BUDGET: float(open_budget)} if open_budget != 1 else {}
-    return {**(storage_options or {}), **own} if own else storage_options
+    if FOLLOW_LINKS in (storage_options or {}):
+        problem = f"contains {FOLLOW_LINKS}, which is an option of ckpttool and not of a storage"
+        hint = f"pass {FOLLOW_LINKS} as a parameter of its own"
+        raise ArgumentError("storage_options", problem, hint, (FOLLOW_LINKS,))
+    return {**(storage_options or {}), FOLLOW_LINKS: True} if follow_links else storage_options
 
 
 OPTIMIZER = "optim_states.pt"

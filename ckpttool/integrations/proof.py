@@ -121,7 +121,6 @@ def prove(  # noqa: PLR0913  public API
     weights_only: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
     trust_names: bool = False,
     timeout: float = TIMEOUT,
 ) -> Proof:
@@ -143,7 +142,6 @@ def prove(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         timeout: Seconds that a rank may lag.
 
@@ -156,7 +154,7 @@ def prove(  # noqa: PLR0913  public API
     """
     from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 
-    options = opening_options(storage_options, follow_links, open_budget)
+    options = opening_options(storage_options, follow_links)
     ranks = ranks_of_process_group("prove", timeout)
     asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
     asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None}

@@ -108,11 +108,7 @@ MAX_DEPTH = 32
 NO_NAMES = frozenset({"", ".", ".."})
 """Components that a key of an object may have, but a path of a file may not."""
 FOLLOW_LINKS = "follow_links"
-"""Option that allows symbolic links of local checkpoints to leave the root; remote storages have no links."""
-OPEN_BUDGET = "open_budget"
-"""Option that multiplies the limits of opening a checkpoint; see ``budget``."""
-OF_OPENING = {FOLLOW_LINKS, OPEN_BUDGET}
-"""Options of ckpttool itself, not of a storage; all others go to the fsspec class."""
+"""Option of ckpttool, not of a storage: symbolic links of local checkpoints may leave the root."""
 
 
 class Entry(NamedTuple):

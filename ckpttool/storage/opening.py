@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import StorageError
 from ckpttool.messages import without_secrets
-from ckpttool.storage.base import OF_OPENING
+from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.local import LOCAL
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     from ckpttool.storage.retry import NO_CREDENTIALS, OPTIONS, bad_options
 
     kind: type[RemoteStorage] = RemoteStorage
-    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k not in OF_OPENING}}
+    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k != FOLLOW_LINKS}}
     try:
         cls = fsspec.get_filesystem_class(scheme)
         if scheme in {"s3", "s3a"}:

@@ -21,7 +21,7 @@ FILES = [
     *(PACKAGE / "integrations/deepspeed" / name for name in ("folders.py", "load.py", "manager.py")),
 ]
 SHARED = {
-    "inspect": ("trust_names", "follow_links", "open_budget"),
+    "inspect": ("trust_names", "follow_links"),
     "consolidate": ("jobs", "memory", "ray", "allow_partial"),
     "convert": ("resume",),
     "load": ("strict", "weights_only", "optimizer", "scheduler"),

@@ -68,7 +68,6 @@ def load(  # noqa: PLR0913  public API
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
     memory: int | str | None = None,
     check: Check = "read",
     trust_names: bool = False,
@@ -99,7 +98,6 @@ def load(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
         memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
         check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes: of records read
             "read" whole, "full" also of partly read ones, "off" none. With a manifest, every byte is compared with its
@@ -118,7 +116,7 @@ def load(  # noqa: PLR0913  public API
         ProofError: With ``prove``, the live state differs from the saved one; on every rank, after the load.
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,

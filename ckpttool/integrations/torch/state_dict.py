@@ -54,7 +54,6 @@ def load_state_dict(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    open_budget: float = 1.0,
 ) -> LazyStateDict:
     """Return the weights and buffers of any checkpoint as a lazy mapping; ZeRO of any stage and number of ranks too.
 
@@ -74,12 +73,11 @@ def load_state_dict(  # noqa: PLR0913  public API
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        open_budget: Factor on the memory and the time that opening a checkpoint may take.
 
     Raises:
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
     """
-    storage_options = opening_options(storage_options, follow_links, open_budget)
+    storage_options = opening_options(storage_options, follow_links)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
