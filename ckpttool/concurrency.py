@@ -25,6 +25,19 @@ def default_jobs(*, remote: bool = False) -> int:
     return REMOTE_JOBS if remote else min(MAX_JOBS, os.cpu_count() or 1)
 
 
+class Tally:
+    """A counter that threads may share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self) -> None:
+        """Add one."""
+        with self._lock:
+            self.count += 1
+
+
 class Lazy(Generic[T]):
     """Thread-safe lazy value; callers block while it is computed, and an error is raised in all of them.
 

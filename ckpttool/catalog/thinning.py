@@ -33,7 +33,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of
 from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint, open_whole
-from ckpttool.formats.locate import Location
+from ckpttool.formats.location import Location
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.thin import SUFFIX
 from ckpttool.formats.weights import read_safetensors

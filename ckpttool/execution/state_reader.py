@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ckpttool.execution.sources import Sources
-    from ckpttool.model import State
-    from ckpttool.model.formulas import Formula
+    from ckpttool.model import Formula, State
 
 
 GATHER_ELEMENTS = 1 << 18

@@ -21,7 +21,6 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, St
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, TRAINER, Place, trainer_folders
 from ckpttool.formats.locate import (
-    Location,
     NoCheckpointError,
     SeveralModelsError,
     inner_directory,
@@ -30,6 +29,7 @@ from ckpttool.formats.locate import (
     refuse_rivals,
     refuse_unfinished,
 )
+from ckpttool.formats.location import Location
 from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.storage import Reader, Storage
 
 

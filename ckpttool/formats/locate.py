@@ -11,6 +11,7 @@ from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.layouts import ENGINES, FILE, ROOT, TRAINER, Place, is_name, trainer_folders
+from ckpttool.formats.location import Location
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.messages import brief, similar
 from ckpttool.storage import MANIFEST, MARK, parent, whole_path
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
     from ckpttool.storage import Entry, Storage
 
+
 MAX_RUNS = 20
 """Most checkpoints that an error names."""
-
 _SCHEMES = frozenset({"s3", "gs", "az", "abfs", "http", "https"})
 """Schemes of URLs that are often written with one slash."""
 
@@ -80,27 +81,6 @@ class SeveralModelsError(LayoutError):
 
     directories: Sequence[str] = ()
     """The directory of each."""
-
-
-class Location(NamedTuple):
-    """One checkpoint on a storage."""
-
-    root: str
-    """The checkpoint root: the parent directory of the tag."""
-    directory: str
-    """Directory of the tag."""
-    tag: str
-    """Name of the tag."""
-    others: tuple[str, ...] = ()
-    """Directories of the same tag from other nodes, each with the files of some ranks."""
-    strays: tuple[str, ...] = ()
-    """Names of files beside ``latest`` that belong to no tag."""
-    trust_names: bool = False
-    """Whether to accept files whose recorded name differs from their name."""
-    module_only: bool = False
-    """Whether to accept a checkpoint without files of the optimizer, for the module weights."""
-    order: tuple[str, ...] = ()
-    """Parameters in the order of the optimizer, for files that number them; empty if it is unknown."""
 
 
 def locate(here: Place, tag: str | None) -> Location:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Reader, Storage
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, KeysView, Mapping, Sequence
 
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 

@@ -19,7 +19,7 @@ from ckpttool.storage import LATEST, LATEST_UNIVERSAL
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.storage import Storage, StorageSpec
 
 

@@ -35,7 +35,7 @@ from ckpttool.storage import read_json
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.model import CheckpointFile, DeviceMesh, Replica, Topology
     from ckpttool.storage import Storage
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.storage import Storage
 
 FOLDER = "zero"

@@ -17,7 +17,7 @@ from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import WHOLE
-from ckpttool.formats.locate import Location
+from ckpttool.formats.location import Location
 from ckpttool.formats.optimizer_states import METADATA, SAVE, find_optimizer, with_optimizer
 from ckpttool.formats.tensors import states_in, whole_tensor
 from ckpttool.messages import brief, name_some

@@ -6,6 +6,7 @@ Data only: no function here opens a file.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from ckpttool.blocks import Block
     from ckpttool.checksums import Record
-    from ckpttool.model.formulas import Formula
     from ckpttool.model.places import Place
     from ckpttool.storage import StorageSpec
 
@@ -35,6 +35,27 @@ NEWER_COPIES = "the module's copies are newer than the masters (ZenFlow)"
 """Note for the user where ``Checkpoint.has_newer_copies`` is set."""
 UNKNOWN_GROUP = -1
 """Group index of a parameter whose group is unknown: without ZeRO an optimizer only numbers its parameters."""
+
+
+class Formula(ABC):
+    """The computation of a state's values from other states."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[State, ...]:
+        """The states that it reads, in the order of reading."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Its kind and numbers: equal for two formulas that compute the same from equal inputs."""
+
+    @property
+    def block(self) -> int:
+        """Number of elements that are best computed together, from a multiple of it on."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,33 +5,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpttool.model import Formula
+
 if TYPE_CHECKING:
     from ckpttool.model import State
-
-
-class Formula(ABC):
-    """The computation of a state's values from other states."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def inputs(self) -> tuple[State, ...]:
-        """The states that it reads, in the order of reading."""
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """Its kind and numbers: equal for two formulas that compute the same from equal inputs."""
-
-    @property
-    def block(self) -> int:
-        """Number of elements that are best computed together, from a multiple of it on."""
-        return 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

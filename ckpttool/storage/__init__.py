@@ -47,16 +47,8 @@ from ckpttool.storage.local import (
     reserve,
     write_at,
 )
-from ckpttool.storage.opening import (
-    absolute_path,
-    is_url,
-    local_path,
-    open_storage,
-    parent,
-    scheme_of,
-    whole_path,
-    without_credentials,
-)
+from ckpttool.storage.opening import open_storage
+from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, whole_path, without_credentials
 
 __all__ = [
     "BESIDE",

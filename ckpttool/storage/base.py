@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from ckpttool.concurrency import Tally
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.retry import Tally
 
 
 PINNED = "pinned meanwhile"

@@ -17,6 +17,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.concurrency import Tally
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.ranges import coalesced
 from ckpttool.storage.base import (
@@ -32,8 +33,8 @@ from ckpttool.storage.base import (
     walk,
 )
 from ckpttool.storage.local import remove_remote
-from ckpttool.storage.opening import scheme_of
-from ckpttool.storage.retry import ShortReadError, T, Tally, call, explain
+from ckpttool.storage.retry import ShortReadError, T, call, explain
+from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

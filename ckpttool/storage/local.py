@@ -14,6 +14,7 @@ import stat as stat_module
 import zlib
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpttool.concurrency import Tally
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.storage.base import (
     MARK,
@@ -31,7 +32,6 @@ from ckpttool.storage.base import (
     translate_os_errors,
     walk,
 )
-from ckpttool.storage.retry import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

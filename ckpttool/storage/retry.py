@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,20 +14,9 @@ from ckpttool.storage.base import DENIED, MISSING, WAIT, storage_error
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ckpttool.concurrency import Tally
+
 T = TypeVar("T")
-
-
-class Tally:
-    """A counter that threads may share."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def add(self) -> None:
-        """Add one."""
-        with self._lock:
-            self.count += 1
 
 
 ATTEMPTS = 7

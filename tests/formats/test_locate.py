@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,13 +13,16 @@ from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.layouts import Place
-from ckpttool.formats.locate import Location, NoCheckpointError
+from ckpttool.formats.locate import NoCheckpointError
 from ckpttool.formats.locate import locate as locate_in
 from ckpttool.formats.scan import natural_order
 from ckpttool.formats.zero.files import parse_name
 from ckpttool.storage import LocalStorage
 from tests.truth import source, tag_directory
 from tests.wording import refused
+
+if TYPE_CHECKING:
+    from ckpttool.formats.location import Location
 
 STORAGE = LocalStorage()
 

@@ -23,10 +23,11 @@ from botocore.exceptions import (
 )
 from s3fs.errors import translate_boto_error
 
+from ckpttool.concurrency import Tally
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, Tally, call, explain, growing
+from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, call, explain, growing
 from tests.wording import refused
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.errors import LayoutError
     from ckpttool.formats.fields import Fields
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.model import CheckpointFile
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Record
     from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.formats.zero.partitions import BufferSlice
     from ckpttool.storage import RangeReader, Storage
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.values import TensorRef
     from ckpttool.formats.fields import Report
-    from ckpttool.formats.locate import Location
+    from ckpttool.formats.location import Location
     from ckpttool.formats.zero.files import AllFiles, RankFile, ZeroFiles
     from ckpttool.formats.zero.pipeline import Layers
     from ckpttool.storage import Storage
