@@ -377,7 +377,7 @@ def _attempt(
     from ckpttool.catalog.cleanup import changed_since
     from ckpttool.commit.marks import TakenError
     from ckpttool.storage.base import PinnedError
-    from ckpttool.storage.local import PartlyRemovedError
+    from ckpttool.storage.removal import PartlyRemovedError
 
     path = decision.entry.path
     try:

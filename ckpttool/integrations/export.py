@@ -15,7 +15,7 @@ from ckpttool.execution.destination import Destination, RunOptions
 from ckpttool.execution.run import memory_bytes
 from ckpttool.formats import open_checkpoint
 from ckpttool.storage import LOCAL
-from ckpttool.storage.local import replace_files
+from ckpttool.storage.system_calls import replace_files
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
 if TYPE_CHECKING:

@@ -29,25 +29,12 @@ from ckpttool.storage.base import (
     translate_os_errors,
     walk,
 )
-from ckpttool.storage.local import (
-    HALF_REMOVED,
-    LOCAL,
-    LOCAL_SPEC,
-    LocalReader,
-    LocalStorage,
-    aside_name,
-    copy_range,
-    dead_links,
-    is_gone,
-    is_half_removed,
-    is_link,
-    is_linked,
-    link_into,
-    links_below,
-    reserve,
-    write_at,
-)
+from ckpttool.storage.links import dead_links, is_link, is_linked, link_into, links_below
+from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalStorage
+from ckpttool.storage.local_reader import LocalReader
 from ckpttool.storage.opening import open_storage
+from ckpttool.storage.removal import HALF_REMOVED, aside_name, is_gone, is_half_removed
+from ckpttool.storage.system_calls import copy_range, reserve, write_at
 from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, whole_path, without_credentials
 
 __all__ = [

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LinkError, StorageError
 from ckpttool.storage.base import FOLLOW_LINKS, LATEST, LATEST_UNIVERSAL
-from ckpttool.storage.local import LOCAL, LocalReader, LocalStorage
+from ckpttool.storage.local import LOCAL, LocalStorage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.storage.base import Entry, Storage
+    from ckpttool.storage.local_reader import LocalReader
 
 
 def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> LocalStorage:

@@ -32,7 +32,7 @@ from ckpttool.storage.base import (
     decode_text,
     walk,
 )
-from ckpttool.storage.local import remove_remote
+from ckpttool.storage.removal import remove_remote
 from ckpttool.storage.retry import ShortReadError, T, call, explain
 from ckpttool.storage.urls import scheme_of
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.checksums import cuts
 from ckpttool.storage.base import ExistsError, WrappedReader, Writer, translate_os_errors
-from ckpttool.storage.local import CREATE, LocalReader, copy_range, rename_new, reserve, write_all, write_at
+from ckpttool.storage.local_reader import LocalReader
 from ckpttool.storage.safe_files import Directory, temporary_name
+from ckpttool.storage.system_calls import CREATE, copy_range, rename_new, reserve, write_all, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

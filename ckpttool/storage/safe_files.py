@@ -15,7 +15,8 @@ import stat
 from dataclasses import dataclass
 
 from ckpttool.errors import StorageError
-from ckpttool.storage.local import CREATE, proof_of_name
+from ckpttool.storage.removal import proof_of_name
+from ckpttool.storage.system_calls import CREATE
 
 MOVE = "move it out of the way, or choose another OUT"
 """Hint for an existing file that blocks the output."""

@@ -21,8 +21,9 @@ from ckpttool.checksums import crc32
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import MARK, WHOLE, storage_error, translate_os_errors
-from ckpttool.storage.local import proof_of_name, write_at
+from ckpttool.storage.removal import proof_of_name
 from ckpttool.storage.safe_files import MAX_NAME_BYTES, MOVE, Directory, check_link, check_plain, umask
+from ckpttool.storage.system_calls import write_at
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:

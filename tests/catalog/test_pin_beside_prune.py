@@ -13,7 +13,7 @@ from ckpttool.commit import marks
 from ckpttool.errors import StorageError
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MARK, PIN, open_storage
-from ckpttool.storage.local import REMOVAL_MARK
+from ckpttool.storage.removal import REMOVAL_MARK
 from tests.saving.checkpoints import save_version, version, whole
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from ckpttool.storage import local, local_writer
+from ckpttool.storage import local_writer, removal, system_calls
 from tests.faults.rules import Before, Fail, Kill, Nothing, Rule, Short
 
 if TYPE_CHECKING:
@@ -231,8 +231,8 @@ def install(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_writer, "FILE_SYSTEMS", {*local_writer.FILE_SYSTEMS, "tmpfs"})
     for name in sorted(_PATCHED):
         monkeypatch.setattr(os, name, partial(machine.do, name, getattr(os, name)))
-    monkeypatch.setattr(local, "remove_tree", _remove_tree)
-    monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", local.rename_new))
+    monkeypatch.setattr(removal, "remove_tree", _remove_tree)
+    monkeypatch.setattr(local_writer, "rename_new", partial(machine.do, "rename", system_calls.rename_new))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from ckpttool.commit import marks
 from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
-from ckpttool.storage import MANIFEST, is_url, local, local_writer, open_storage, walk
+from ckpttool.storage import MANIFEST, is_url, local_writer, open_storage, system_calls, walk
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3 import SingleAttemptFileSystem
@@ -99,7 +99,7 @@ def test_before_a_file_is_published(root: str, other: Callable[[], None], monkey
         return  # the last look is right before the file is begun: what comes after it cannot be seen
     place: Any = open_storage(root)
     if not is_url(root):
-        rename = local.rename_new
+        rename = system_calls.rename_new
 
         def late_rename(partial: str, path: str) -> None:
             if path.endswith(".pt"):

@@ -267,14 +267,14 @@ def test_disk_that_fills_when_a_file_gets_its_place(root: str, monkeypatch: pyte
     import ctypes
     import errno
 
-    from ckpttool.storage import local
+    from ckpttool.storage import system_calls
 
     def full(fd: int, mode: int, start: int, nbytes: int) -> int:
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
     put(root, "step1", 1)
-    monkeypatch.setattr(local, "_fallocate", lambda: full)
+    monkeypatch.setattr(system_calls, "_fallocate", lambda: full)
     with refused(RankError):
         put(root, "step2", 2)
     assert sorted(os.listdir(root)) == ["latest", "step1", "zero_to_fp32.py"]
