@@ -403,7 +403,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_cannot_reach_it(opened: Open)
         assert frame is not None
         page = opened(f"<!doctype html><html data-ready='1'><body>{frame}</body></html>".encode())
         (inner,) = (f for f in page.page.frames if f != page.page.main_frame)
-        inner.wait_for_selector("html[data-ready='1']")
+        inner.wait_for_selector("html[data-ready='1']", timeout=60_000)
         drawn, told = inner.evaluate(DRAWN)
         assert drawn == told > 0, number
         assert page.run("window.hacked") is None
