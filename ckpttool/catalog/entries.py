@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
+import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +20,12 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint, open_every
 from ckpttool.formats.layouts import (
+    ACCELERATE,
     MAX_TAG,
     TRAINER,
     WEIGHTS,
     Place,
+    is_named,
     is_of_trainer,
     step_in,
 )
@@ -65,6 +68,8 @@ MAX_NAME = 1000
 """Maximum characters of a number's dotted key; numbers with longer keys are omitted."""
 UNCOMMITTED, INCOMPLETE, BESIDE_WEIGHTS = "uncommitted", "incomplete", "incomplete, beside weights"
 """Values of ``CatalogEntry.torn``."""
+_NEEDED = re.compile(r"trainer_state\.json|scheduler\.(pt|bin)|pytorch_model(_#)?/mp_rank_#_model_states\.pt")
+"""Names, with "#" for numbers, of files without which the Trainer or Accelerate does not resume."""
 TRAINER_STATE = "trainer_state.json"
 """File of the Hugging Face Trainer in each of its checkpoints."""
 MAX_TRAINER_STATE = 1 << 28
@@ -134,8 +139,31 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     above = {posixpath.relpath(posixpath.dirname(inner), root) for inner in below}
     left = tuple(sorted(above - {one.entry.name for one in found}, key=natural_order))
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
+    found = _cut_off(found)
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), left)
+
+
+def _cut_off(found: Sequence[_Listed]) -> list[_Listed]:
+    """Call a folder of a trainer cut off if it lacks a file that its framework needs, and an older one has.
+
+    A killed save leaves such a folder: Accelerate saves one model after the other, then the states beside them, and the
+    Trainer its own state last.
+    """
+    ordered = sorted(found, key=lambda one: one.entry.order)
+    result = []
+    needed: dict[str, str] = {}
+    for one in ordered:
+        entry = one.entry
+        of_trainer = entry.whole and entry.stage is not None and is_named(entry.name, TRAINER, ACCELERATE)
+        own = {sort for sort in entry.sorts if of_trainer and _NEEDED.fullmatch(sort)}
+        if of_trainer and (gone := sorted(needed.keys() - own)):
+            problem = f"lacks {gone[0]}, which {needed[gone[0]]} has: it may be cut off"
+            result.append(one._replace(entry=replace(entry, whole=False, problem=problem)))
+            continue
+        needed |= dict.fromkeys(own, entry.name)
+        result.append(one)
+    return result
 
 
 def _of_save(model: _Listed) -> _Listed:

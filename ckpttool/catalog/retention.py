@@ -12,6 +12,7 @@ from ckpttool.blocks import Line, Table
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.catalog.listing import by_series
 from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats.layouts import named_alike
 from ckpttool.messages import brief, printable
 from ckpttool.storage import HALF_REMOVED, link_into, links_below
 from ckpttool.units import format_age, format_ago, format_duration, format_size
@@ -246,7 +247,9 @@ def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], n
         return Decision(entry, keep=True, reason=f"{kept}; {ages}")
     # A reader that does not know a file calls a whole checkpoint incomplete: a newer one shows that it knows the run's,
     # and so does any that has files of all its sorts.
-    own = [one for one in whole if entry.series in {"", one.series}]
+    # If the model of a torn one is unknown, its name decides.
+    by_name = [one for one in whole if named_alike(one.name, entry.name)]
+    own = [one for one in whole if one.series == entry.series] if entry.series else by_name
     newer = all(any(one.order > entry.order for one in each) for each in by_series(own))
     known = bool(own) and (newer or any(one.sorts >= entry.sorts != frozenset() for one in own))
     if entry.torn != UNCOMMITTED and not known:

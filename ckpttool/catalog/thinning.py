@@ -26,7 +26,7 @@ from ckpttool.catalog.retention import GRACE
 from ckpttool.checksums import chunk_bytes, crc32, cuts, of_pieces
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import Manifest, read_manifest
-from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_old
+from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, is_alive, is_old, own_files
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
     from ckpttool.plan import TargetFile
-    from ckpttool.storage import Storage, WritableStorage
+    from ckpttool.storage import Entry, Storage, WritableStorage
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
 
@@ -89,8 +89,8 @@ class Thinning:
     def freed(self) -> int:
         """Bytes that the directory loses; the manifest does not count."""
         storage = connect(self.checkpoint.storage)
-        old = {name: entry.nbytes for name, entry in walk(storage, self.checkpoint.location)}
-        return sum(old[name] for name in old_files(self.checkpoint, old)) - self.plan.nbytes
+        old = _names(storage, self.checkpoint.location)
+        return sum(old[name].nbytes for name in old_files(self.checkpoint, old)) - self.plan.nbytes
 
     def check_names(self, storage: Storage) -> None:
         """Check that no file of a user has the name of one to write; leftovers of a killed replacement are allowed.
@@ -133,10 +133,23 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
 
 
+def _names(storage: Storage, directory: str) -> dict[str, Entry]:
+    """Return the files in a directory and below it, by relative name. No link to a directory is followed."""
+    return {
+        posixpath.join(where.removeprefix(directory).strip("/"), entry.name): entry
+        for where, entry in own_files(storage, directory)
+    }
+
+
 def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
-    """Return the files of a whole checkpoint among the names in its directory; files of users are not included."""
+    """Return the files of a whole checkpoint among the names in its directory.
+
+    Files of users are not included, nor those of other checkpoints below it.
+    """
     own = {file.name for file in checkpoint.files if file.directory is None}
-    return [n for n in names if n in own or parse_name(posixpath.basename(n)) or is_rank_state(n)]
+    directories = {posixpath.dirname(name) for name in own}
+    beside = [name for name in names if posixpath.dirname(name) in directories]
+    return [n for n in beside if n in own or parse_name(posixpath.basename(n)) or is_rank_state(n)]
 
 
 def thin(
@@ -180,7 +193,7 @@ class _Work:
         storage, directory = self.storage, self.directory
         recover(storage, directory, grace=self.options.grace)
         storage.refresh([])
-        names = dict(walk(storage, directory))
+        names = _names(storage, directory)
         self.thinning.check_names(storage)
         manifest = self._old_manifest(names)
         self._check_space()
@@ -404,7 +417,7 @@ def _finish(storage: WritableStorage, directory: str, mark: Mapping[str, Any]) -
     is_thin = manifest is not None and bool(manifest.thin)
     kept = BESIDE | {MANIFEST} | (set() if manifest is None else manifest.files.keys())
     goes = set(mark.get("old" if is_thin else "files", ())) - kept
-    present = [name for name, _ in walk(storage, directory)]
+    present = _names(storage, directory)
     temporary = [n for n in present if is_temporary(posixpath.basename(n)) and _begins_with(n, mark.get("files", ()))]
     storage.abandon(directory)
     removed = [name for name in present if name in goes]

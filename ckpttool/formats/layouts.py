@@ -455,6 +455,11 @@ def is_named(name: str, *layouts: RunLayout) -> bool:
     return any(re.fullmatch(layout.pattern, name) for layout in layouts)
 
 
+def named_alike(name: str, other: str) -> bool:
+    """Return whether the names of two directories have the same text before the first number."""
+    return re.split(r"\d", name, maxsplit=1)[0] == re.split(r"\d", other, maxsplit=1)[0]
+
+
 def is_part(name: str) -> bool:
     """Return whether a file is a part of a checkpoint of ranks, by its name: not weights, and not ``latest``."""
     return is_of_tag(name) or (_PART.fullmatch(name) is not None and name not in {LATEST, LATEST_UNIVERSAL})

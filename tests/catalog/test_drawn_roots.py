@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,14 @@ def _action(root: Root, rng: random.Random) -> tuple[str, Callable[[], object], 
     if root.layout in {"tags", "commits"}:
         choices += ["overwrite", "go on"]
     name = rng.choice(choices)
-    every = rng.choice([None, None, 2])
+    every, thin = rng.choice([None, None, 2]), rng.choice([None, "bf16"])
     if name == "prune":
-        text = f"prune(keep_last={last}, keep_every={every}, torn={torn})"
-        return text, lambda: ckpttool.prune(path, keep_last=last, keep_every=every, torn=torn, grace=0), None
+        text = f"prune(keep_last={last}, keep_every={every}, torn={torn}, thin={thin})"
+        prune = partial(ckpttool.prune, path, keep_last=last, keep_every=every, torn=torn, thin=thin, grace=0)
+        return text, prune, None
     if name == "maintain":
-        return f"maintain(last={last})", lambda: maintain(LOCAL, path, Rules(last, every), grace=0), None
+        rule = Rules(last, every, thin=thin)
+        return f"maintain(last={last}, thin={thin})", lambda: maintain(LOCAL, path, rule, grace=0), None
     if name == "cp":  # of a model like "a", and latest names it if that names no newer one
         root.items.append(Item(root.path / "global_step3", 3, "a", {"": "zero2-dp2-bf16-lion/global_step3"}))
         return "cp", lambda: ckpttool.cp(source("zero2-dp2-bf16-lion"), path), None

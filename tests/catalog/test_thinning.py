@@ -437,3 +437,21 @@ def test_files_stay_in_a_storage_that_writes_them_in_place(monkeypatch: pytest.M
     thin(storage, found, ThinOptions(dtype="fp32", grace=0.0, jobs=1))
     assert ckpttool.inspect(f"{url}/step1").thin
     assert ckpttool.verify(f"{url}/step1", deep=True).findings == ()
+
+
+@pytest.mark.parametrize("as_link", [False, True])
+@pytest.mark.parametrize("below", ["finetune/global_step1", "global_step1"])
+def test_other_checkpoints_below_or_behind_a_link_keep_their_files(below: str, as_link: bool, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(tag_directory("zero2-dp2-bf16"), tmp_path / f"root/global_step{step}")
+    other = tmp_path / "elsewhere" if as_link else tmp_path / "root/global_step1" / below
+    shutil.copytree(tag_directory("zero3-dp2-bf16-trainer"), other)
+    if as_link:
+        (tmp_path / "root/global_step1" / below).parent.mkdir(exist_ok=True)
+        (tmp_path / "root/global_step1" / below).symlink_to(other)
+        (tmp_path / "root/global_step1/newest").symlink_to(tmp_path / "root/global_step2")
+    before = {path: path.read_bytes() for path in other.iterdir()}
+    (decision, _) = ckpttool.prune(tmp_path / "root", keep_last=1, thin="bf16")
+    assert decision.thin == "bf16"
+    assert {path: path.read_bytes() for path in other.iterdir()} == before
+    assert ckpttool.verify(tmp_path / "root/global_step2", deep=True).findings == ()

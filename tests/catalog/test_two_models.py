@@ -194,3 +194,32 @@ def test_the_last_step_of_plain_saves_is_kept_though_latest_names_an_older_one(t
         entries = [entry(step, committed=committed) for step in (1, 2, 3)]
         decisions = decide(entries, Rules(last=1), root=str(tmp_path))
         assert {d.entry.step for d in decisions if d.keep} == kept
+
+
+@pytest.mark.parametrize("lost", ["pytorch_model_1", "trainer_state.json", "scheduler.pt"])
+def test_a_folder_that_lacks_what_an_older_one_has_is_not_the_newest_whole_one(lost: str, tmp_path: Path) -> None:
+    prefix = "checkpoint_" if lost == "pytorch_model_1" else "checkpoint-"
+    for step in (1, 2, 3):
+        if lost == "pytorch_model_1":
+            _make(tmp_path / f"{prefix}{step}", OF_SAVE, "pytorch_model")
+        else:
+            shutil.copytree(Path(source("zero2-dp2-bf16-trainer")), tmp_path / f"{prefix}{step}")
+            (tmp_path / f"{prefix}{step}" / lost).write_text("{}")
+    whole = {entry.name for entry in ckpttool.ls(tmp_path).entries if entry.whole}
+    assert whole == {f"{prefix}{step}" for step in (1, 2, 3)}
+    gone = tmp_path / f"{prefix}3" / lost
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    last = ckpttool.ls(tmp_path).entries[-1]
+    assert not last.whole
+    assert "it may be cut off" in str(last.problem)
+    ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{prefix}2", f"{prefix}3"}
+
+
+def test_a_torn_one_of_an_unknown_model_is_kept_beside_others(tmp_path: Path) -> None:
+    _make(tmp_path, {**{f"gen{step}": "zero2-dp2-bf16" for step in (1, 2)}, "disc1": "zero3-dp2-bf16-trainer"}, "gen2")
+    cut = next((tmp_path / "disc1").glob("*optim_states.pt"))
+    cut.write_bytes(cut.read_bytes()[:-100])
+    ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
+    assert (tmp_path / "disc1").is_dir()
+    assert not (tmp_path / "gen1").exists()
