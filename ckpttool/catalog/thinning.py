@@ -144,7 +144,7 @@ def _names(storage: Storage, directory: str) -> dict[str, Entry]:
 def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
     """Return the files of a whole checkpoint among the names in its directory.
 
-    Files of users are not included, nor those of other checkpoints below it.
+    Files of users are not included, nor the files of other checkpoints below it.
     """
     own = {file.name for file in checkpoint.files if file.directory is None}
     directories = {posixpath.dirname(name) for name in own}
