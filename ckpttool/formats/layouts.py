@@ -46,6 +46,8 @@ _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
 )
 """Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
+_BESIDE_TAG = re.compile(r"(rng_state(_\d+)?|random_states_\d+|scheduler|optimizer(_\d+)?)\.(pth|pkl|pt|bin)")
+"""Names of files that the Trainer and Accelerate save beside a checkpoint, which are not weights."""
 WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
 _STEP = re.compile(r"(global_step|checkpoint|epoch|step|iter)[-_=]?\d+(\.ckpt)?|.*-step=\d+\.ckpt")
@@ -331,7 +333,7 @@ class Place:
     def whole(self) -> str | None:
         """The directory of the checkpoint that a file is a part of; None for other files, such as whole weights."""
         above = parent(self.path)
-        if is_of_tag(self.name) or _PART.fullmatch(self.name):
+        if is_of_tag(self.name) or _PART.fullmatch(self.name) or _BESIDE_TAG.fullmatch(self.name):
             return above
         tag, inside, _ = above.rpartition("/zero")  # the states of a universal checkpoint
         return tag if inside and Place(self.storage, tag).rank_files else None

@@ -407,6 +407,9 @@ TABLE: dict[str, Row] = {
     "a rank file of an optimizer": Row(ROOT, "-", "", "-", "step6/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "a file of verl": Row({"": "verl"}, "-", "", "-", "global_step_3/actor/model_world_size_3_rank_0.pt"),
     "a file of DCP": Row({"": "dcp"}, "-", "", "-", "__0_0.distcp"),
+    "a random state file of a trainer": Row(
+        {"checkpoint-3": "trainer", "checkpoint-3/rng_state_0.pth": ">x"}, "-", "", "-", "checkpoint-3/rng_state_0.pth"
+    ),
     "the file latest": Row(ROOT, "-", "", "-", "latest"),
     "a file of universal": Row({"": "universal"}, "-", "", "-", "global_step3_universal/zero/optimizer_state.pt"),
     "runs": Row(
