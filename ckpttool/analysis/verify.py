@@ -154,8 +154,10 @@ def verify_checkpoint(
     try:
         checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append, trust_names=trust_names)
     except CkptError as error:
-        missing = isinstance(error, StorageError | NoCheckpointError) and error.path.rstrip("/") == src[0].rstrip("/")
-        if missing or isinstance(error, SeveralModelsError) or (tag is not None and "tag" in error.options):
+        of_source = error.path.rstrip("/") == src[0].rstrip("/")
+        missing = of_source and isinstance(error, StorageError | NoCheckpointError)
+        several = isinstance(error, SeveralModelsError) or ("tag" in error.options and (of_source or tag is not None))
+        if missing or several:
             raise  # there is nothing to judge
         if error not in errors:
             errors.append(error)

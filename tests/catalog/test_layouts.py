@@ -12,7 +12,7 @@ import ckpttool
 from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.catalog.restore_order import candidates, find
 from ckpttool.catalog.retention import Rules
-from ckpttool.errors import CkptError, LinkError
+from ckpttool.errors import CkptError, LayoutError, LinkError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.series import series
@@ -682,3 +682,12 @@ def test_a_link_to_itself_blocks_neither_rotation_nor_removal(where: str, tmp_pa
     assert rotate(LOCAL, str(run), 2, keep=(), grace=1e9) == [str(run / "checkpoint-1")]
     assert [d.keep for d in ckpttool.prune(root, keep_last=1)] == [False, True]
     assert [one.tag for one in find(LOCAL, str(root), None)] == ["step3"]
+
+
+def test_verify_judges_no_root_that_has_several_checkpoints_and_no_latest(tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(f"{source('zero2-dp2-bf16')}/global_step3", tmp_path / f"global_step{step}")
+    with pytest.raises(LayoutError, match="holds 2 checkpoints and no latest"):
+        ckpttool.verify(tmp_path)
+    (tmp_path / "latest").write_text("global_step9")  # this is a defect
+    assert len(ckpttool.verify(tmp_path).findings) == 1
