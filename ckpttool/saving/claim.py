@@ -32,9 +32,11 @@ from ckpttool.commit.marks import (
 )
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.formats import can_resume, is_whole, open_every
+from ckpttool.formats.layouts import WEIGHTS
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import commits, has_files_of_tag, scan
 from ckpttool.formats.zero.files import is_of_tag
+from ckpttool.messages import name_some
 from ckpttool.saving.files import put_new
 from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
 from ckpttool.storage.base import SET_ASIDE
@@ -124,9 +126,11 @@ class Claim:
             raise StorageError(directory, what, "choose another tag, or pass overwrite=True")
         if commits(scan(storage, directory)):
             raise StorageError(directory, "holds other checkpoints", "choose another tag")
-        if not is_commit(storage, directory) and not any(is_of_tag(e.name) for e in storage.listing(directory)):
-            problem = "holds other files, and no checkpoint that overwrite could replace"
-            raise StorageError(directory, problem, "choose another tag, or move them")
+        names = [entry.name for entry in storage.listing(directory)]
+        weights = [name for name in names if WEIGHTS.fullmatch(name)]
+        if not is_commit(storage, directory) and (weights or not any(map(is_of_tag, names))):
+            problem = f"holds {name_some(weights or names)}, which overwrite would remove"
+            raise StorageError(directory, problem, "choose another tag, or move it")
         check_not_pinned(storage, directory)
         self._check_alone()
         return "replaced"

@@ -512,3 +512,14 @@ def test_the_manifest_has_the_directory_of_each_archive(root: str) -> None:
     assert data[start:].startswith(b"PK\x01\x02")
     assert crc == crc32(data[start:])
     assert found["b.bin"].directory is None
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", ".metadata"])
+def test_overwriting_takes_no_files_of_others(name: str, root: str) -> None:
+    if name == "model.safetensors":
+        plain(root, "step1", 1)
+    os.makedirs(f"{root}/step1", exist_ok=True)
+    Path(f"{root}/step1/{name}").write_text("mine")
+    with refused(StorageError):
+        put(root, "step1", 2, overwrite=True)
+    assert Path(f"{root}/step1/{name}").read_text() == "mine"
