@@ -17,10 +17,13 @@ from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
 from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
 from ckpttool.concurrency import default_jobs, in_threads
+from ckpttool.containers import safetensors
+from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import open_checkpoint, open_every
 from ckpttool.formats.layouts import (
     ACCELERATE,
+    BESIDE_TAG,
     MAX_TAG,
     TRAINER,
     WEIGHTS,
@@ -381,6 +384,8 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
             return None  # its checkpoints belong to another root
         if (checkpoint is None or checkpoint.root == path) and not is_commit(storage, path):
             errors += _own_root(storage, path, holds_one=holds_one)
+    if is_named(name, TRAINER, ACCELERATE):
+        errors += _cut_beside_tag(storage, path)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
     torn = _incomplete(storage, path) if found.damaged else torn
@@ -432,6 +437,23 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _cut_beside_tag(storage: Storage, path: str) -> list[CkptError]:
+    """Return errors for files in the folder of a trainer that are cut off: weights, scheduler and random states."""
+    errors: list[CkptError] = []
+    for entry in storage.listing(path):
+        is_weights = entry.name.endswith(".safetensors")
+        if entry.is_dir or not (is_weights or BESIDE_TAG.fullmatch(entry.name)):
+            continue
+        try:
+            with storage.open(posixpath.join(path, entry.name), ahead=True) as reader:
+                safetensors.parse(reader) if is_weights else read_torch_file(reader)
+        except TruncatedError as error:
+            errors.append(error)
+        except ContainerError:
+            continue  # of another form, which its framework may read
+    return errors
 
 
 def _moved(found: Found) -> list[CkptError]:

@@ -102,18 +102,18 @@ class CatalogEntry:
 
     @property
     def is_unread(self) -> bool:
-        """Whether a file is not read, without permission or because a link leads out of the root."""
+        """Whether a file is not read: access is denied, or a link leads out of the root."""
         problem = self.problem or ""
         return problem.startswith(UNREADABLE) or problem.endswith(NOT_FOLLOWED)
 
     @property
     def condition(self) -> str:
-        """One of "whole", "torn", "cannot be opened", "unreadable", "not read (--follow-links)" and "a root"."""
+        """One of "whole", "torn", "not whole", "unreadable", "not read (--follow-links)" and "a root"."""
         if self.whole:
             return "whole"
         if self.is_unread:
             return "unreadable" if (self.problem or "").startswith(UNREADABLE) else "not read (--follow-links)"
-        return "a root" if self.is_root else "cannot be opened" if self.torn is None else "torn"
+        return "a root" if self.is_root else "not whole" if self.torn is None else "torn"
 
     @property
     def order(self) -> tuple[int, int, tuple[tuple[int, int | str], ...]]:

@@ -225,7 +225,8 @@ def _of_other(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], 
 
 
 def _not_whole(entry: CatalogEntry) -> str:
-    return f"{'not read' if entry.is_unread else 'torn, or being saved'}: {entry.problem}"
+    how = "not read" if entry.is_unread else "torn, or being saved" if entry.torn is not None else "not whole"
+    return f"{how}: {entry.problem}"
 
 
 def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], now: float) -> Decision:

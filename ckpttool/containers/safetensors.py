@@ -29,6 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 
 _HINT = "the file is damaged or was not written by safetensors"
+_RESTORE = "restore it from a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
         Each tensor and its byte range (counted from the start of the file) by name, and the metadata.
 
     Raises:
-        ContainerError: The header is cut off or does not describe the file exactly.
+        ContainerError: The file is cut off, or its header does not describe it exactly.
     """
     size = reader.nbytes
     note_file(reader.path, size)
@@ -69,6 +70,8 @@ def parse(reader: RangeReader) -> tuple[dict[str, tuple[Tensor, ByteRange]], dic
         entries = {str(name): _entry(str(name), value, 8 + length) for name, value in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ContainerError(reader.path, f"its safetensors header is broken ({error})", _HINT) from error
+    if any(where.end > size for _, where in entries.values()):
+        raise TruncatedError(reader.path, f"is cut off: only its first {size:,} bytes are there", _RESTORE)
     starts = [where.start - 8 - length for _, where in entries.values()]
     gap = exact_cover_problem(starts, [where.nbytes for _, where in entries.values()], size - 8 - length)
     if gap is not None:

@@ -46,7 +46,7 @@ _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"
 )
 """Names of files that are a part of a checkpoint or its root, beside DeepSpeed's: of verl, DCP and ckpttool."""
-_BESIDE_TAG = re.compile(r"(rng_state(_\d+)?|random_states_\d+|scheduler|optimizer(_\d+)?)\.(pth|pkl|pt|bin)")
+BESIDE_TAG = re.compile(r"(rng_state(_\d+)?|random_states_\d+|scheduler|optimizer(_\d+)?)\.(pth|pkl|pt|bin)")
 """Names of files that the Trainer and Accelerate save beside a checkpoint, which are not weights."""
 WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model)[^/]*\.bin|consolidated[^/]*\.pth")
 """Names of files of weights."""
@@ -213,8 +213,8 @@ class Place:
     def _is_step(self) -> bool:
         """Whether the directory is a tag, although ``latest`` in it names a tag below: another run was saved there.
 
-        It has files of ranks, and its manifest says so, or a trainer's name of a tag in a root with ``latest``. The
-        manifest of another tag is a copy.
+        It has files of ranks. Its manifest has its name, or it has a name that trainers choose for tags, in a root with
+        ``latest``. A manifest of another name was copied.
         """
         return bool(self.rank_files) and ((self._has_name_of_step and self._is_in_root) or self._is_commit)
 
@@ -333,7 +333,7 @@ class Place:
     def whole(self) -> str | None:
         """The directory of the checkpoint that a file is a part of; None for other files, such as whole weights."""
         above = parent(self.path)
-        if is_of_tag(self.name) or _PART.fullmatch(self.name) or _BESIDE_TAG.fullmatch(self.name):
+        if is_of_tag(self.name) or _PART.fullmatch(self.name) or BESIDE_TAG.fullmatch(self.name):
             return above
         tag, inside, _ = above.rpartition("/zero")  # the states of a universal checkpoint
         return tag if inside and Place(self.storage, tag).rank_files else None

@@ -210,7 +210,7 @@ def test_a_folder_that_lacks_what_an_older_one_has_is_not_the_newest_whole_one(l
     gone = tmp_path / f"{prefix}3" / lost
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     last = ckpttool.ls(tmp_path).entries[-1]
-    assert not last.whole
+    assert last.condition == "not whole"
     assert "it may be cut off" in str(last.problem)
     ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
     assert {path.name for path in tmp_path.iterdir()} == {f"{prefix}2", f"{prefix}3"}
@@ -223,3 +223,16 @@ def test_a_torn_one_of_an_unknown_model_is_kept_beside_others(tmp_path: Path) ->
     ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
     assert (tmp_path / "disc1").is_dir()
     assert not (tmp_path / "gen1").exists()
+
+
+@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state_1.pth", "model.safetensors"])
+def test_a_folder_with_a_file_that_is_cut_off_is_not_the_newest_whole_one(name: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        shutil.copytree(source("zero2-dp2-bf16-trainer"), tmp_path / f"checkpoint-{step}")
+    assert all(entry.whole for entry in ckpttool.ls(tmp_path).entries)
+    cut = tmp_path / "checkpoint-3" / name
+    cut.write_bytes(cut.read_bytes()[:-100])
+    last = ckpttool.ls(tmp_path).entries[-1]
+    assert (last.condition, str(last.problem).startswith(f"{name}: is cut off")) == ("torn", True)
+    ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-3"}

@@ -314,3 +314,12 @@ def test_logs_of_libraries_do_not_hide_the_error() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert done.stderr == "Error: picky://b/run: access denied; check the permissions of these credentials\n"
+
+
+def test_an_option_that_a_client_does_not_know_is_named() -> None:
+    found = explain("s3://bucket/x", TypeError("AioSession.__init__() got an unexpected keyword argument 'nokey'"))
+    assert found is not None
+    assert found.problem == "has options that its file system does not accept: nokey"
+    other = explain("s3://bucket/x", TypeError("an integer is required"))
+    assert other is not None
+    assert other.problem == "has options that its file system does not accept"

@@ -23,6 +23,7 @@ views.catalog = (data, main) => {
   }
   const pinned = (e) => (e.pin ? `, pinned${e.pin.who ? ` by ${e.pin.who}` : ""}: ${e.pin.why}` : "");
   const stateOf = new Map(entries.map((e, i) => [e, data.states[i]]));
+  const isBroken = (e) => ["torn", "not whole"].includes(stateOf.get(e));
   const state = (e) =>
     page.text(
       stateOf.get(e) + (e.latest ? ", latest" : "") + pinned(e) + (e.link ? `, link to ${e.link}` : ""),
@@ -98,13 +99,13 @@ views.catalog = (data, main) => {
       unit: page.size,
       series: [
         { title: "whole", colour: page.PALETTE[2], values: stepped.map((e) => (e.whole ? e.nbytes : null)) },
-        ...(stepped.some((e) => stateOf.get(e) === "torn")
+        ...(stepped.some(isBroken)
           ? [
               {
-                title: "torn",
+                title: "torn, or not whole",
                 colour: page.PALETTE[5],
                 loose: true,
-                values: stepped.map((e) => (stateOf.get(e) === "torn" ? e.nbytes : null)),
+                values: stepped.map((e) => (isBroken(e) ? e.nbytes : null)),
               },
             ]
           : []),
