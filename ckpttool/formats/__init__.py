@@ -19,7 +19,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, TRAINER, Place, trainer_folders
+from ckpttool.formats.layouts import DCP, DCP_PAIR, FILE, MARKED, OTHER, ROOT, RUN, TAG, TRAINER, Place, trainer_folders
 from ckpttool.formats.locate import (
     NoCheckpointError,
     SeveralModelsError,
@@ -335,7 +335,7 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
     except CkptError as error:
         report(error)
     checkpoint = _read_tagged(checked or storage, location, report)
-    remarks = [*_of_strays(location), *_of_other_models(here, tag, checkpoint)]
+    remarks = [*_of_strays(location), *_of_inner_run(here), *_of_other_models(here, tag, checkpoint)]
     checkpoint = replace(checkpoint, remarks=(*remarks, *checkpoint.remarks))
     if checked is not None:
         return _as_saved(checkpoint, checked, report)
@@ -351,6 +351,14 @@ def _of_strays(location: Location) -> list[str]:
     if not location.strays:
         return []
     return [f"{name_some(location.strays)} beside latest in {location.root}: not read, latest names {location.tag}"]
+
+
+def _of_inner_run(here: Place) -> list[str]:
+    """Return a remark on another run in the directory of a tag, which DeepSpeed would load from that path."""
+    if here.kind != TAG or here.pointer is None or here.pointer.tag == here.name or not here.has_tag(here.pointer.tag):
+        return []
+    other = posixpath.join(here.path, here.pointer.tag)
+    return [f"{posixpath.basename(here.pointer.path)} in {here.path} names another run's checkpoint, not read: {other}"]
 
 
 def _of_other_models(here: Place, tag: str | None, checkpoint: Checkpoint) -> list[str]:

@@ -691,3 +691,12 @@ def test_verify_judges_no_root_that_has_several_checkpoints_and_no_latest(tmp_pa
         ckpttool.verify(tmp_path)
     (tmp_path / "latest").write_text("global_step9")  # this is a defect
     assert len(ckpttool.verify(tmp_path).findings) == 1
+
+
+def test_a_note_names_a_run_saved_into_a_tag(tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE["a run saved into a tag, the tag"].layout, temporary)
+    tag = tmp_path / "run/step6"
+    expected = f"latest in {tag} names another run's checkpoint, not read: {tag}/step9"
+    assert expected in ckpttool.inspect(tag).remarks
+    assert expected not in ckpttool.inspect(tmp_path / "run").remarks
+    assert expected not in ckpttool.inspect(tag / "step9").remarks

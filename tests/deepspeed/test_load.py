@@ -108,7 +108,9 @@ def _loads(directory: Path) -> list[Load]:
         return replace(Case(PLAIN, 2, 2).load(kind, root), **more)
 
     loads.append(plain("safetensors", root=str(directory / "safetensors"), resume={"weights_only": True}))
-    loads.append(plain("preview", resume={"dry_run": True}))
+    shutil.copytree(source(PLAIN), strays := directory / "strays")
+    shutil.copy2(Path(ckpttool.inspect(strays).location) / "mp_rank_00_model_states.pt", strays)
+    loads.append(plain("preview", root=str(strays), resume={"dry_run": True}))
     flipped = _flipped(directory / "flipped")
     loads.append(plain("flipped-native", root=flipped, resume={}))
     loads.append(plain("flipped-planned", root=flipped, stage=3, world_size=3, resume={}))
@@ -247,7 +249,11 @@ def test_a_preview_touches_nothing(loaded: dict[str, Loaded]) -> None:
     assert engine.facts["untouched"]
     assert engine.facts["global_steps"] == 0
     assert engine.facts["report"]["dry_run"]
-    assert engine.facts["told"].startswith(f"{source(PLAIN)}/global_step3: would restore 11 parameters")
+    assert "/strays/global_step3: would restore 11 parameters" in engine.facts["told"].splitlines()[0]
+
+
+def test_a_report_names_files_beside_latest(loaded: dict[str, Loaded]) -> None:
+    assert "note: mp_rank_00_model_states.pt beside latest in " in _plain(loaded, "preview").facts["told"]
 
 
 def test_a_configuration_for_universal_checkpoints_does_not_matter(loaded: dict[str, Loaded]) -> None:

@@ -344,7 +344,7 @@ def _report(
     states = {key: None for p in restored if not p.frozen for key in p.states if key not in {MASTER, MODULE}}
     unrestored = () if fitted is None else fitted.unrestored_groups
     missing = () if fitted is None else fitted.missing
-    notes = [*prepared.notes]
+    notes = [*prepared.checkpoint.remarks, *prepared.notes]
     scheduler = live.engine.lr_scheduler is not None and options.scheduler and not options.weights_only
     if scheduler and checkpoint.scheduler is None:
         notes.append("the checkpoint has no scheduler state: the engine keeps its own")
