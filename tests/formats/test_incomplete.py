@@ -351,7 +351,14 @@ def test_a_folder_of_any_name_is_a_parameter_or_an_error(called: str, checkpoint
 
 
 @pytest.mark.parametrize(
-    "name", ["zero2-dp2-bf16", "zero1-dp2-fp16", "moe-zero1-dp2-ep2-bf16", "moe-zero2-dp2-ep2-bf16-pyramid"]
+    "name",
+    [
+        "zero2-dp2-bf16",
+        "zero1-dp2-fp16",
+        "moe-zero1-dp2-ep2-bf16",
+        "moe-zero2-dp2-ep2-bf16-pyramid",
+        "pipeline-zero1-pp2-dp2-bf16",
+    ],
 )
 def test_the_models_own_weights_are_written_without_the_optimizer(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
@@ -369,7 +376,7 @@ def test_the_models_own_weights_are_written_without_the_optimizer(
         ckpttool.inspect(root)
 
 
-@pytest.mark.parametrize("name", ["megatron-zero2-tp2-dp2-bf16", "pipeline-zero1-pp2-dp2-bf16", "zero3-dp2-bf16"])
+@pytest.mark.parametrize("name", ["megatron-zero2-tp2-dp2-bf16", "pipeline-zero1-pp2-tp2-bf16", "zero3-dp2-bf16"])
 def test_parts_of_a_model_are_not_written_without_the_optimizer(
     name: str, checkpoint_copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -378,6 +385,23 @@ def test_parts_of_a_model_are_not_written_without_the_optimizer(
         file.unlink()
     with pytest.raises(LayoutError, match="holds no ZeRO optimizer files"):
         ckpttool.consolidate(root, tmp_path / "after", to="safetensors", weights_from="module")
+
+
+def test_a_layer_that_is_missing_beside_the_optimizer_is_named(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("pipeline-zero1-pp2-dp2-bf16")
+    for file in [*root.rglob("*optim_states.pt"), *root.rglob("layer_03-*.pt")]:
+        file.unlink()
+    with pytest.raises(LayoutError, match="layer_03-model_states.pt: is missing"):
+        ckpttool.consolidate(root, root.parent / "out", to="safetensors", weights_from="module")
+    assert not (root.parent / "out").exists()
+
+
+def test_the_optimizer_of_one_stage_of_a_pipeline_is_missing(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("pipeline-zero1-pp2-dp2-bf16")
+    for file in root.rglob("*_mp_rank_01_optim_states.pt"):
+        file.unlink()
+    with pytest.raises(LayoutError, match="other model-parallel ranks have theirs"):
+        ckpttool.consolidate(root, root.parent / "out", to="safetensors", weights_from="module")
 
 
 def test_consolidate_of_a_run_names_the_checkpoint(tmp_path: Path) -> None:

@@ -739,7 +739,7 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     if file is None:
         raise opener.errors[0]
     of_others = [n for n in opener.names if n.kind == "optimizer"]
-    alone = len(models) == 1 and all(n.kind in {"model", "expert"} and n.model_rank == model_rank for n in opener.names)
+    alone = _needs_no_optimizer(opener.names)
     if file.fields.values.get("param_shapes") is not None and not (alone and opener.location.module_only):
         # Stages 1 and 2 list their parameters here, and keep the optimizer in separate files.
         own = f"mp_rank_{model_rank:02d}"
@@ -763,6 +763,17 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
         problem = f"holds no files of the optimizer, but {name} {why}"
         raise LayoutError(opener.location.directory, problem, RESTORE + OWN_WEIGHTS, ("weights_from",))
     return ZeroFiles(opener.location, 0, model_rank, [file], [], _experts(opener, named, file), opened)
+
+
+def _needs_no_optimizer(names: Sequence[ZeroName]) -> bool:
+    """Return whether the weights of the module can be read from a checkpoint that has lost the optimizer's files.
+
+    They can without tensor parallelism: in a pipeline, the layers are whole. How a tensor-parallel rank cuts a
+    parameter is recorded in the optimizer's files alone.
+    """
+    layers = {name.model_rank for name in names if name.kind == "layer"}
+    ranks = {name.model_rank for name in names if name.kind != "layer"}
+    return (layers == {0} or ranks == {0}) and all(name.kind in {"model", "expert", "layer"} for name in names)
 
 
 def _says_more_files(model: RankFile) -> str:

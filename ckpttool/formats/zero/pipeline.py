@@ -149,10 +149,8 @@ def _missing(name: str, layers: Sequence[LayerFile], files: ZeroFiles, tensor_ra
 
 def _sizes(files: ZeroFiles) -> dict[str, int]:
     """Return the elements of each trained parameter of a stage; empty if no file has the names."""
-    if not files.optimizer:
-        return {}
     if files.model[0].fields.values.get("param_shapes") is None:
-        groups = mapped_sizes(files)
+        groups = mapped_sizes(files) if files.optimizer else []
     else:
         groups = [{n: math.prod(shape) for n, shape in group.items()} for group in read_param_shapes(files)]
     return {name: numel for group in groups for name, numel in group.items()}

@@ -180,10 +180,10 @@ def _partitions(
         return stage3.read_partitions(files, report)
     if files.stage:
         return stage12.read_partitions(files, module, pipeline, report)
-    if pipeline:
-        return Partitions(nonpartitionable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
     if files.model[0].fields.values.get("param_shapes") is not None:
         return Partitions(remarks=(MODULE_ONLY,))
+    if pipeline:
+        return Partitions(nonpartitionable=("the optimizer",), unassigned=True, remarks=(PIPELINE_STAGE0,))
     from ckpttool.formats.zero import stage0  # imported only for the few checkpoints that need it
 
     return stage0.read_partitions(files, module, copies, experts, buffer_names, report)
