@@ -338,7 +338,7 @@ def _named(root: Place, names: Sequence[str] | None) -> tuple[set[str], list[str
             continue
         parts = posixpath.normpath(tag).split("/")
         if not tag or parts[0] in {"", ".", ".."} or not root.storage.is_dir(posixpath.join(root.path, *parts)):
-            problems.append(f"{latest} names {brief(tag, 200)}, which does not exist")
+            problems.append(f"{latest} names {brief(tag, 200)}, which does not exist" if tag else f"{latest} is empty")
         elif names is None or parts[0] in names:
             found.add(parts[0])
     return found, problems

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from ckpttool.commit import is_commit
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.zero.files import is_of_tag
-from ckpttool.messages import brief
-from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_link, is_linked
+from ckpttool.storage import LATEST, MARK, find_text, is_gone, is_link, is_linked, leading_nowhere
 from ckpttool.storage.base import DAMAGED
 from ckpttool.storage.confined import leads_out
 
@@ -187,7 +186,7 @@ def named_tag(storage: Storage, root: str, latest: str = LATEST) -> str:
     path = posixpath.join(root, latest)
     if is_link(storage, path):
         if not os.path.exists(path):
-            raise StorageError(path, f"is a link to {brief(os.readlink(path), 200)}, which is not there", RELINK)
+            raise StorageError(path, leading_nowhere(path), RELINK)
         if os.path.isdir(path):
             storage.listing(path)  # raises the LinkError
             return os.path.relpath(os.path.realpath(path), os.path.realpath(root))

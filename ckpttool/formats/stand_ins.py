@@ -14,8 +14,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError
-from ckpttool.messages import brief
-from ckpttool.storage import dead_links, is_link
+from ckpttool.storage import dead_links, is_link, leading_nowhere
 
 if TYPE_CHECKING:
     from ckpttool.formats.fields import Report
@@ -65,7 +64,7 @@ def explained(storage: Storage, error: CkptError) -> CkptError:
     if isinstance(error, LinkError):
         return error
     if is_dead(storage, error.path):
-        return ContainerError(error.path, _leading_nowhere(error.path), _next_step(error.path) or RELINK)
+        return ContainerError(error.path, leading_nowhere(error.path), _next_step(error.path) or RELINK)
     if not isinstance(error, ContainerError | LayoutError):
         return error  # the file cannot be read: no second request
     if not storage.is_dir(error.path):
@@ -74,7 +73,7 @@ def explained(storage: Storage, error: CkptError) -> CkptError:
     if not dead:
         return error
     more = f", and {len(dead) - 1} links more" if len(dead) > 1 else ""
-    problem = f"{error.problem}; {posixpath.basename(dead[0])} {_leading_nowhere(dead[0])}{more}"
+    problem = f"{error.problem}; {posixpath.basename(dead[0])} {leading_nowhere(dead[0])}{more}"
     return type(error)(error.path, problem, _next_step(dead[0]) or error.hint, error.options)
 
 
@@ -93,10 +92,6 @@ def _of_content(storage: Storage, error: CkptError) -> CkptError:
         if re.match(pattern, head, re.IGNORECASE):
             return ContainerError(error.path, problem, hint)
     return error
-
-
-def _leading_nowhere(path: str) -> str:
-    return f"is a link to {brief(os.readlink(path), 200)}, which is not there"
 
 
 def _next_step(path: str) -> str:

@@ -29,7 +29,7 @@ from ckpttool.storage.base import (
     translate_os_errors,
     walk,
 )
-from ckpttool.storage.links import dead_links, is_link, is_linked, link_into, links_below
+from ckpttool.storage.links import dead_links, is_link, is_linked, leading_nowhere, link_into, links_below
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalStorage
 from ckpttool.storage.local_reader import LocalReader
 from ckpttool.storage.opening import open_storage
@@ -72,6 +72,7 @@ __all__ = [
     "is_linked",
     "is_unread",
     "is_url",
+    "leading_nowhere",
     "link_into",
     "links_below",
     "local_path",

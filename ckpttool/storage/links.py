@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import TYPE_CHECKING
+
+from ckpttool.messages import brief
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +29,16 @@ def dead_links(storage: Storage, path: str) -> list[str]:
         return []
     with os.scandir(path) as names:
         return sorted(one.name for one in names if one.is_symlink() and not os.path.exists(one.path))
+
+
+def leading_nowhere(path: str) -> str:
+    """Return what is wrong with a link that cannot be followed, for errors."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return f"is a link to {brief(os.readlink(path), 200)}, which leads back to itself"
+    return f"is a link to {brief(os.readlink(path), 200)}, which is not there"
 
 
 def is_linked(storage: Storage, root: str, path: str) -> bool:
