@@ -32,7 +32,7 @@ def dead_links(storage: Storage, path: str) -> list[str]:
 
 
 def leading_nowhere(path: str) -> str:
-    """Return what is wrong with a link that cannot be followed, for errors."""
+    """Return the problem of a link that cannot be followed, for errors."""
     try:
         os.stat(path)
     except OSError as error:

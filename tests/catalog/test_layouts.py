@@ -700,3 +700,8 @@ def test_a_note_names_a_run_saved_into_a_tag(tmp_path: Path, temporary: Path) ->
     assert expected in ckpttool.inspect(tag).remarks
     assert expected not in ckpttool.inspect(tmp_path / "run").remarks
     assert expected not in ckpttool.inspect(tag / "step9").remarks
+
+
+def test_ls_says_that_latest_is_empty(tmp_path: Path, temporary: Path) -> None:
+    build(tmp_path / "run", TABLE["latest is empty"].layout, temporary)
+    assert ckpttool.ls(tmp_path / "run").problems == ("latest is empty",)
