@@ -17,9 +17,14 @@ from typing import Any
 from tests import forked
 
 IMPORTED = (
-    *(f"ckpttool.integrations.deepspeed.{n}" for n in ("capture", "inject", "load", "manager", "restorable", "stage0")),
-    "ckpttool.integrations.torch.sampler", "deepspeed.comm.mori", "deepspeed.utils.pin_memory",
-    "deepspeed.runtime.superoffload.superoffload_stage3", "torch._subclasses.schema_check_mode",
+    *(f"ckpttool.integrations.deepspeed.{n}" for n in (
+        "capture", "host_memory", "inject", "live_state", "load", "manager", "restorable", "stage0",
+    )),
+    *(f"ckpttool.formats.{n}" for n in ("rank_files", "state_dict", "zero.reader", "zero.stage0", "zero.stage12")),
+    "ckpttool.integrations.torch.live", "ckpttool.integrations.torch.sampler", "ckpttool.storage.local_writer",
+    "deepspeed.comm.mori", "deepspeed.utils.pin_memory", "deepspeed.runtime.superoffload.superoffload_stage3",
+    "ml_dtypes", "recipes.moe", "recipes.parallel", "recipes.plain", "recipes.tensor_parallel", "s3fs",
+    "tests.deepspeed.engines", "tests.parallel_engines", "torch._subclasses.schema_check_mode",
     "torch.profiler._cupti_monitor", "torch.utils.serialization", "torchdata.stateful_dataloader",
 )  # fmt: skip
 """What most ranks import, beside what ``preload`` does."""
