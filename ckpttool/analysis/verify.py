@@ -19,7 +19,7 @@ from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
@@ -131,7 +131,7 @@ def verify_checkpoint(
     deep: bool,
     jobs: int | None,
     progress: Progress | None,
-    options: Mapping[str, Any] | None = None,
+    opening: Opening = Opening(),
     trust_names: bool = False,
     key: bytes | None = None,
 ) -> VerifyReport:
@@ -144,7 +144,7 @@ def verify_checkpoint(
             of its fp32 master weights, element by element. Without it, only samples of the copies.
         jobs: Threads; None for one for each core, up to MAX_JOBS.
         progress: Called with (bytes done, bytes in all).
-        options: As for ``open_checkpoint``.
+        opening: How to open its storage.
         trust_names: As for ``open_checkpoint``.
         key: Require a manifest signed with this key; reads every byte and compares its SHA-256.
     """
@@ -152,7 +152,7 @@ def verify_checkpoint(
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     try:
-        checkpoint = open_checkpoint(src, tag=tag, options=options, report=errors.append, trust_names=trust_names)
+        checkpoint = open_checkpoint(src, tag=tag, opening=opening, report=errors.append, trust_names=trust_names)
     except CkptError as error:
         of_source = error.path.rstrip("/") == src[0].rstrip("/")
         missing = of_source and isinstance(error, StorageError | NoCheckpointError)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError, CkptError, StorageError
-from ckpttool.formats import open_checkpoint, opening_options, source_paths
+from ckpttool.formats import Opening, open_checkpoint, source_paths, source_storage
 from ckpttool.storage import local_path, open_storage, parent, without_credentials
 
 if TYPE_CHECKING:
@@ -94,43 +94,37 @@ def page_of_source(
     """
     from ckpttool.pages.checkpoint import checkpoint_page, damaged_page
 
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     try:
-        checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+        checkpoint = open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
     except CkptError:
         if report is None or not report.findings:
             raise
-        directories = _directories(src, tag, storage_options)
+        directories = _directories(src, tag, opening)
         shown = replace(report, location=without_credentials(local_path(directories[0])))
-        return damaged_page(shown, _files_below(directories, storage_options))
+        return damaged_page(shown, _files_below(directories, opening))
     return checkpoint_page(checkpoint, report)
 
 
-def _directories(src: Source, tag: str | None, storage_options: Mapping[str, Any] | None) -> list[str]:
+def _directories(src: Source, tag: str | None, opening: Opening) -> list[str]:
     """Return the directory of a tag if a source has it, or else all directories of the source."""
     paths = source_paths(src)
     if tag is None:
         return paths
     tags = [f"{path.rstrip('/')}/{tag}" for path in paths]
-    return [path for path in tags if open_storage(path, storage_options).is_dir(local_path(path))] or paths
+    return [path for path in tags if source_storage([path], opening).is_dir(local_path(path))] or paths
 
 
-def _files_below(paths: Sequence[str], storage_options: Mapping[str, Any] | None) -> list[tuple[str, int]]:
+def _files_below(paths: Sequence[str], opening: Opening) -> list[tuple[str, int]]:
     """Return the names and sizes of the first files below some directories, if they can be listed."""
     from itertools import islice
 
-    from ckpttool.storage import is_url, local_path, open_storage, walk
-    from ckpttool.storage.confined import local_storage
+    from ckpttool.storage import local_path, walk
 
     found: list[tuple[str, int]] = []
     for path in paths:
         with contextlib.suppress(CkptError):
-            storage = (
-                open_storage(path, storage_options)
-                if is_url(path)
-                else local_storage([local_path(path)], storage_options)
-            )
-            entries = islice(walk(storage, local_path(path)), MAX_FILES - len(found))
+            entries = islice(walk(source_storage([path], opening), local_path(path)), MAX_FILES - len(found))
             found += [(name, entry.nbytes) for name, entry in entries if not entry.is_dir]
     return found
 

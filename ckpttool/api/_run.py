@@ -122,7 +122,7 @@ class Run:
         self._began = time.perf_counter()
         self.options = options
         if isinstance(destination, str):
-            destination = Destination(destination, options.storage_options)
+            destination = Destination(destination, options.opening.storage_options)
         self.destination = destination
         if options.prove and options.overwrite and destination.remote:
             # A proof reads the output, and a store shows no upload before it replaces the old file.

@@ -12,7 +12,7 @@ from ckpttool.arguments import check_at_least, check_choice, checked_path, check
 from ckpttool.blocks import Shown, Table
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
-from ckpttool.formats import Source, open_checkpoint, opening_options
+from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, place_of
@@ -251,7 +251,7 @@ def average(  # noqa: PLR0913  public API
     Raises:
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -265,7 +265,7 @@ def average(  # noqa: PLR0913  public API
         overwrite=overwrite,
         allow_partial=allow_partial,
         trust_names=trust_names,
-        storage_options=storage_options,
+        opening=opening,
     )
     numbers = None if weights is None else tuple(map(float, weights))
     request = _Request(
@@ -298,7 +298,7 @@ def _average(src: Sequence[Source], out: str, request: _Request, options: Option
     def verify(directory: str) -> str:
         from ckpttool.analysis.digest import same_digest, same_weights
 
-        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
         if made.selection is None:
             return same_digest(mean.checkpoint, output, directory, options.jobs)
         return same_weights(mean.checkpoint, made.selection.states, output, options.jobs)

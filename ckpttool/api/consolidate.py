@@ -11,7 +11,7 @@ from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
 from ckpttool.errors import ArgumentError
-from ckpttool.formats import Source, open_checkpoint, opening_options
+from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.targets.rename_map import read_rename_map
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
@@ -159,7 +159,7 @@ def consolidate(  # noqa: PLR0913  public API
     Raises:
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -174,7 +174,7 @@ def consolidate(  # noqa: PLR0913  public API
         allow_partial=allow_partial,
         trust_names=trust_names,
         module_only=weights_from == "module",
-        storage_options=storage_options,
+        opening=opening,
     )
     chosen = WeightChoice(
         to,
@@ -203,7 +203,7 @@ def _consolidate(
     chosen.check()
     merge.check(chosen)
     run = Run(out, options)
-    chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.storage_options))
+    chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.opening.storage_options))
     chosen.check()  # again, with the table of new names
     checkpoint, companions, notes = _open(src, run, merge, options)
     made = plan_weight_files(checkpoint, chosen, run.destination.out, companions)
@@ -212,7 +212,7 @@ def _consolidate(
     def verify(directory: str) -> str:
         from ckpttool.analysis.digest import same_digest, same_weights
 
-        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
         if chosen.optimizer:
             return same_digest(checkpoint, output, directory, options.jobs)
         return same_weights(checkpoint, selection.states, output, options.jobs)

@@ -14,7 +14,7 @@ from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.blocks import Shown
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError, LayoutError
-from ckpttool.formats import Source, open_checkpoint, opening_options
+from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
@@ -211,7 +211,7 @@ def convert(  # noqa: PLR0913  public API
     Raises:
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -225,7 +225,7 @@ def convert(  # noqa: PLR0913  public API
         overwrite=None,
         allow_partial=allow_partial,
         trust_names=trust_names,
-        storage_options=storage_options,
+        opening=opening,
     )
     target = _Target(
         to,
@@ -259,7 +259,7 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
     def verify(directory: str) -> str:
         from ckpttool.analysis.digest import same_digest
 
-        output = open_checkpoint(directory, options=options.storage_options, unfinished=True)
+        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
         return same_digest(checkpoint, output, directory, options.jobs)
 
     written = run.write(plan, checkpoint, last=last, verify=verify if options.prove else None)

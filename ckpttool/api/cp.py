@@ -14,7 +14,7 @@ from ckpttool.blocks import Line, Shown
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
-from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
+from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
 from ckpttool.storage import connect
 from ckpttool.units import format_size
 
@@ -98,7 +98,7 @@ def cp(  # noqa: PLR0913  public API
         ArgumentError: An argument is outside its range.
         CkptError: The checkpoint is not whole, or the copy cannot be written or differs.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     options = Options(
         tag=tag,
         jobs=jobs,
@@ -109,7 +109,7 @@ def cp(  # noqa: PLR0913  public API
         resume=resume,
         overwrite=None,
         trust_names=trust_names,
-        storage_options=storage_options,
+        opening=opening,
     )
     return _cp(src, checked_path("out", out), options)
 
@@ -119,7 +119,7 @@ def _cp(src: Source, out: str, options: Options) -> CpReport:
     from ckpttool.catalog.cleanup import remove_left_over_files
 
     checkpoint = options.open(src)
-    root = Destination(out, options.storage_options)
+    root = Destination(out, options.opening.storage_options)
     tagged = copy_plan.is_tagged(checkpoint)
     below = checkpoint.tag if tagged else copy_plan.below_run(checkpoint, source_paths(src)[0])
     mode = mode_of_directory(connect(checkpoint.storage), checkpoint.root) if below else 0
@@ -161,7 +161,7 @@ def _check_copy(checkpoint: Checkpoint, directory: str, *, options: Options) -> 
     Raises:
         LayoutError: It lacks files, or its values differ.
     """
-    copy = open_checkpoint(directory, options=options.storage_options, unfinished=True, trust_names=options.trust_names)
+    copy = open_checkpoint(directory, opening=options.opening, unfinished=True, trust_names=options.trust_names)
     if sorted((f.name, f.nbytes) for f in copy.files) != sorted((f.name, f.nbytes) for f in checkpoint.files):
         raise LayoutError(directory, f"does not hold the files of {checkpoint.location}", "try again")
     if not options.prove:
@@ -187,7 +187,7 @@ def _put_latest(checkpoint: Checkpoint, root: Destination, options: Options) -> 
     for _ in range(ATTEMPTS):
         root.storage.refresh([])
         held = next((e for e in root.storage.listing(root.out) if e.name == name and not e.is_dir), None)
-        if held is not None and not copy_plan.is_newest(checkpoint, root.storage, root.out, options.storage_options):
+        if held is not None and not copy_plan.is_newest(checkpoint, root.storage, root.out, options.opening):
             return False
         over = None if held is None else held.version
         if root.storage.put_new(path, checkpoint.tag.encode(), over=over, mode=mode):

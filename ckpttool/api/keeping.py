@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, PruneError, StorageError
-from ckpttool.formats import opening_options
+from ckpttool.formats import Opening
 from ckpttool.storage import MANIFEST, THINNING
 from ckpttool.storage.base import MISSING
 
@@ -48,8 +48,8 @@ def ls(
     from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
 
-    options = opening_options(storage_options, follow_links)
-    return catalog(checked_path("root", root), options=options)
+    opening = Opening(storage_options, follow_links)
+    return catalog(checked_path("root", root), opening=opening)
 
 
 def pin(
@@ -84,7 +84,7 @@ def pin(
 
     if not why.strip():
         raise ArgumentError("why", "is empty", "say why the checkpoint is to be kept")
-    storage, directory = _find(src, tag, opening_options(storage_options, follow_links))
+    storage, directory = _find(src, tag, Opening(storage_options, follow_links))
     made = Pin(_who(), time.time(), why.strip(), directory)
     write_pin(storage, directory, made)
     storage.refresh([])
@@ -121,7 +121,7 @@ def unpin(
     from ckpttool.commit.marks import find_pin
     from ckpttool.storage import PIN
 
-    storage, directory = _find(src, tag, opening_options(storage_options, follow_links))
+    storage, directory = _find(src, tag, Opening(storage_options, follow_links))
     found = find_pin(storage, directory)
     if found is None:
         raise PlanError(directory, "is not pinned", "ls shows which checkpoints are")
@@ -129,7 +129,7 @@ def unpin(
     return found
 
 
-def _find(src: Source, tag: str | None, storage_options: Mapping[str, Any] | None) -> tuple[WritableStorage, str]:
+def _find(src: Source, tag: str | None, opening: Opening) -> tuple[WritableStorage, str]:
     """Return the storage and the directory of a checkpoint; a pinned directory need not be sound."""
     from ckpttool.formats import open_checkpoint, source_paths
     from ckpttool.storage import PIN, local_path, open_storage, without_credentials
@@ -137,11 +137,11 @@ def _find(src: Source, tag: str | None, storage_options: Mapping[str, Any] | Non
     paths = source_paths(src)
     if len(paths) > 1:
         raise ArgumentError("src", "names several directories", "pass one of them")
-    storage = open_storage(paths[0], storage_options)
+    storage = open_storage(paths[0], opening.storage_options)
     path = without_credentials(local_path(paths[0])).rstrip("/") or paths[0]
     if tag is None and storage.is_dir(path) and storage.exists(posixpath.join(path, PIN)):
         return storage, path
-    return storage, open_checkpoint(paths[0], tag=tag, options=storage_options).location
+    return storage, open_checkpoint(paths[0], tag=tag, opening=opening).location
 
 
 def _who() -> str:
@@ -216,7 +216,7 @@ def prune(  # noqa: PLR0913  public API
         CkptError: The directory cannot be read, or no checkpoint has the number; nothing was changed.
         PruneError: A checkpoint cannot be removed or thinned; the others were. Its ``decisions`` have the results.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     from ckpttool.api.options import Options
     from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog
@@ -225,9 +225,9 @@ def prune(  # noqa: PLR0913  public API
     from ckpttool.storage import open_storage
 
     rules = Rules(keep_last, keep_every, keep_best, keep_for, thin, thin_every, torn, grace)
-    options = Options(jobs=jobs, memory=memory, progress=progress, storage_options=storage_options)
+    options = Options(jobs=jobs, memory=memory, progress=progress, opening=opening)
     key = read_key(sign_key)
-    found = catalog(checked_path("root", root), options=storage_options)
+    found = catalog(checked_path("root", root), opening=opening)
     storage = open_storage(checked_path("root", root), storage_options)
     unfinished: dict[str, StorageError] = {}
     if not dry_run:
@@ -235,7 +235,7 @@ def prune(  # noqa: PLR0913  public API
         removed = remove_left_over_files(storage, found.root, unlinked)
         finished, unfinished = finish_killed(storage, unlinked, grace=rules.grace_seconds)
         if finished or removed:
-            found = catalog(checked_path("root", root), options=storage_options)
+            found = catalog(checked_path("root", root), opening=opening)
     if found.problems:
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
@@ -243,7 +243,7 @@ def prune(  # noqa: PLR0913  public API
     thinnings: list[Thinning] = []
     if rules.weights is not None:
         thin_options = _thin_options(rules, options, key)
-        decisions, thinnings = _planned(decisions, thin_options, storage_options, dry_run=dry_run)
+        decisions, thinnings = _planned(decisions, thin_options, opening, dry_run=dry_run)
     decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:
         return decisions
@@ -296,7 +296,7 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
 
 
 def _planned(
-    decisions: Sequence[Decision], options: ThinOptions, storage_options: Mapping[str, Any] | None, *, dry_run: bool
+    decisions: Sequence[Decision], options: ThinOptions, opening: Opening, *, dry_run: bool
 ) -> tuple[list[Decision], list[Thinning]]:
     """Plan the thin checkpoints; checkpoints that cannot be thinned are kept whole."""
     from ckpttool.catalog.thinning import plan_thinning
@@ -306,7 +306,7 @@ def _planned(
     for decision in decisions:
         path = decision.entry.path
         if decision.thin is not None:
-            storage = source_storage([path], storage_options)
+            storage = source_storage([path], opening)
             try:
                 thinnings.append(thinning := plan_thinning(storage, path, options))
                 if dry_run:

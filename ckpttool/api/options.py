@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_size
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import Opening, open_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from ckpttool.execution.checks import Check, ReadChecks
@@ -59,8 +58,8 @@ class Options:
     """Accept renamed files (the name recorded inside differs). By default they are refused."""
     module_only: bool = False
     """Accept a checkpoint with the files of the model alone."""
-    storage_options: Mapping[str, Any] | None = None
-    """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
+    opening: Opening = Opening()
+    """How storages are opened."""
 
     def __post_init__(self) -> None:
         check_choice("check", self.check, ("read", "full", "off"))
@@ -88,7 +87,7 @@ class Options:
         return open_checkpoint(
             src,
             tag=self.tag,
-            options=self.storage_options,
+            opening=self.opening,
             unfinished=unfinished,
             trust_names=self.trust_names,
             module_only=self.module_only,

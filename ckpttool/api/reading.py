@@ -10,7 +10,7 @@ from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.blocks import Line, Shown
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.formats import Source, open_checkpoint, opening_options, source_paths
+from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
 from ckpttool.model import Checkpoint
 from ckpttool.units import Meter, format_size
 
@@ -51,8 +51,8 @@ def inspect(
     Raises:
         CkptError: The checkpoint is missing or damaged; names the file, the problem and the next step.
     """
-    storage_options = opening_options(storage_options, follow_links)
-    return open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+    opening = Opening(storage_options, follow_links)
+    return open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
 
 
 def _notebook(checkpoint: Checkpoint) -> str:
@@ -109,7 +109,7 @@ def verify(  # noqa: PLR0913  public API
         StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     from ckpttool.analysis.verify import verify_checkpoint
     from ckpttool.commit.signing import read_key
 
@@ -120,7 +120,7 @@ def verify(  # noqa: PLR0913  public API
         deep=deep,
         jobs=jobs,
         progress=progress,
-        options=storage_options,
+        opening=opening,
         trust_names=trust_names,
         key=read_key(sign_key),
     )
@@ -173,11 +173,11 @@ def diff(  # noqa: PLR0913  public API
         ArgumentError: A tolerance is negative or not finite.
         CkptError: One of them is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     for name, tolerance in (("rtol", rtol), ("atol", atol)):
         if not 0 <= tolerance < math.inf:
             raise ArgumentError(name, f"is {tolerance}, not finite and 0 or more", "choose 0 for equality")
-    options = Options(jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    options = Options(jobs=jobs, progress=progress, trust_names=trust_names, opening=opening)
     return _diff((a, tag_a), (b, tag_b), (rtol, atol), (include, exclude), options, others=all)
 
 
@@ -194,8 +194,7 @@ def _diff(
     from ckpttool.model.selection import NO_SUCH_NAME, contents, matcher
 
     first, second = (
-        open_checkpoint(src, tag=tag, options=options.storage_options, trust_names=options.trust_names)
-        for src, tag in (a, b)
+        open_checkpoint(src, tag=tag, opening=options.opening, trust_names=options.trust_names) for src, tag in (a, b)
     )
     held = [*contents(first), *contents(second)]
     matches = matcher(*globs)
@@ -251,11 +250,11 @@ def stats(  # noqa: PLR0913  public API
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     from ckpttool.analysis.stats import statistics
     from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
 
-    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, opening=opening)
     checkpoint = options.open(src)
     matches = matcher(include, exclude)
     held = [c for c in contents(checkpoint) if matches(c.name) and (optimizer or c.key == WEIGHTS)]
@@ -292,11 +291,11 @@ def digest(
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     from ckpttool.analysis import digest as digests
     from ckpttool.model.selection import contents
 
-    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, storage_options=storage_options)
+    options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, opening=opening)
     checkpoint = options.open(src)
     meter = Meter(sum(c.state.nbytes for c in contents(checkpoint)), options.progress)
     return digests.digest(checkpoint, jobs=options.jobs, advance=meter)
@@ -380,8 +379,8 @@ def extract(  # noqa: PLR0913  public API
     from ckpttool.plan.builder import source_files
 
     check_choice("framework", framework, ("numpy", "torch"))
-    storage_options = opening_options(storage_options, follow_links)
-    options = Options(tag=tag, check=check, trust_names=trust_names, storage_options=storage_options)
+    opening = Opening(storage_options, follow_links)
+    options = Options(tag=tag, check=check, trust_names=trust_names, opening=opening)
     checkpoint = src if isinstance(src, Checkpoint) else options.open(src)
     found = find(checkpoint, name, state)
     checks = options.read_checks(source_files(checkpoint), checkpoint)

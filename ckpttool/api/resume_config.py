@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.arguments import check_at_least
 from ckpttool.errors import ArgumentError, StorageError
-from ckpttool.formats import open_checkpoint, opening_options
+from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model.batch import (
     ACCUMULATION,
@@ -60,7 +60,7 @@ def resume_config(
         ArgumentError: The global batch is unknown, or not divisible by the number of ranks; names numbers that fit.
         CkptError: The checkpoint cannot be opened.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     check_at_least("world_size", world_size, 1)
     check_at_least("train_batch_size", train_batch_size, 1)
     config = _configuration(ds_config)
@@ -69,7 +69,7 @@ def resume_config(
         raise ArgumentError("ds_config", problem, "disable it, or leave the batch sizes to it")
     saved: BatchSizes | None = None
     if src is not None:
-        checkpoint = open_checkpoint(src, tag=tag, options=storage_options)
+        checkpoint = open_checkpoint(src, tag=tag, opening=opening)
         saved = saved_batch(checkpoint)
         if saved is None and train_batch_size is None:
             problem = f"({checkpoint.location}) does not record the global batch of its run"

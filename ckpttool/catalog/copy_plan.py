@@ -6,7 +6,7 @@ import fnmatch
 import os
 import posixpath
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ckpttool.commit.manifest import commit_directory, find_manifest, read_manif
 from ckpttool.errors import ChecksumError, CkptError, ContainerError, LayoutError, StorageError
 from ckpttool.execution.checks import archive_records
 from ckpttool.execution.permissions import mode_of_file
-from ckpttool.formats import FORMATS, open_checkpoint
+from ckpttool.formats import FORMATS, Opening, open_checkpoint
 from ckpttool.formats.layouts import VERL
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.formats.sidecars import MAX_BYTES, OWN, POSITION, RANDOM, RESUME_FILES
@@ -238,7 +238,7 @@ def _content(storage: Storage, path: str) -> bytes:
     return data
 
 
-def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapping[str, Any] | None) -> bool:
+def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, opening: Opening) -> bool:
     """Return whether ``latest`` of a root should name a copy: without a valid ``latest``, or if it names no later step.
 
     Raises:
@@ -248,7 +248,7 @@ def is_newest(checkpoint: Checkpoint, storage: Storage, root: str, options: Mapp
     if not storage.exists(path):
         return True
     try:
-        named = open_checkpoint(root, tag=storage.read_text(path).strip(), options=options)
+        named = open_checkpoint(root, tag=storage.read_text(path).strip(), opening=opening)
     except CkptError:
         return True  # latest names a checkpoint that cannot be opened
     ours = (checkpoint.step or 0, natural_order(checkpoint.tag))

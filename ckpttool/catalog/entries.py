@@ -20,7 +20,7 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
-from ckpttool.formats import open_checkpoint, open_every
+from ckpttool.formats import Opening, open_checkpoint, open_every, source_storage
 from ckpttool.formats.layouts import (
     ACCELERATE,
     BESIDE_TAG,
@@ -44,16 +44,13 @@ from ckpttool.storage import (
     is_gone,
     is_half_removed,
     is_unread,
-    is_url,
     local_path,
-    open_storage,
     parent,
     read_json,
     walk,
     whole_path,
     without_credentials,
 )
-from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -91,12 +88,12 @@ class _Listed(NamedTuple):
     """Why the trainer's state cannot be read."""
 
 
-def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
+def catalog(root: str, *, opening: Opening = Opening()) -> Catalog:
     """List the checkpoints in a directory.
 
     Args:
         root: A checkpoint root, a trainer's output folder with ``checkpoint-N``, or the directory of a tag.
-        options: Options of the storage.
+        opening: How to open its storage.
 
     Raises:
         ArgumentError: The path is empty.
@@ -104,7 +101,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
         LayoutError: The directory contains no checkpoint, or another process writes it.
     """
     checked_path("root", root)
-    storage = open_storage(root, options) if is_url(root) else local_storage([local_path(root)], options)
+    storage = source_storage([root], opening)
     root = whole_path(without_credentials(local_path(root)).rstrip("/") or root)
     if not storage.is_dir(root):
         refuse_part(Place(storage, root))
@@ -128,7 +125,7 @@ def catalog(root: str, *, options: Mapping[str, Any] | None = None) -> Catalog:
     except CkptError as error:
         reported = frozenset()
         problems.append(f"{posixpath.basename(error.path)} {error.problem}")
-    tasks = (partial(_present_entry, one, one.tag in named, one.tag in reported, options) for one in directories)
+    tasks = (partial(_present_entry, one, one.tag in named, one.tag in reported, opening) for one in directories)
     jobs = default_jobs(remote=True) if storage.remote else 1
     with contextlib.closing(in_threads(tasks, jobs)) as results:
         entries = list(results)
@@ -344,10 +341,10 @@ def _named(root: Place, names: Sequence[str] | None) -> tuple[set[str], list[str
     return found, problems
 
 
-def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
+def _present_entry(found: Found, latest: bool, reported: bool, opening: Opening) -> _Listed | None:
     """Return the entry of a directory; None if it is not a checkpoint or has been removed meanwhile."""
     try:
-        return _read_entry(found, latest, reported, options)
+        return _read_entry(found, latest, reported, opening)
     except CkptError as error:  # of the storage, or of a manifest that several engines share
         found.storage.refresh([])
         if not found.storage.is_dir(found.path):
@@ -355,7 +352,7 @@ def _present_entry(found: Found, latest: bool, reported: bool, options: Mapping[
         return _unread(found, _first([error], found.path), latest=latest, reported=reported)
 
 
-def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str, Any] | None) -> _Listed | None:
+def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) -> _Listed | None:
     storage, name, path = found.storage, found.tag, found.path
     state = "" if found.outside else state_of(storage, path)
     link = found.link
@@ -369,7 +366,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, options: Mapping[str
     else:
         holds_one = reported or is_of_trainer(name)
         try:
-            checkpoint = _first_model(path, options, errors)
+            checkpoint = _first_model(path, opening, errors)
         except NoCheckpointError as error:
             if not reported and not is_commit(storage, path) and not (holds_one and unfinished_below(storage, path)):
                 return None
@@ -480,18 +477,18 @@ def _step_of(checkpoint: Checkpoint | None, manifest: Manifest | None) -> int | 
     return checkpoint.step if checkpoint else None
 
 
-def _first_model(path: str, options: Mapping[str, Any] | None, errors: list[CkptError]) -> Checkpoint:
+def _first_model(path: str, opening: Opening, errors: list[CkptError]) -> Checkpoint:
     """Open the checkpoint in a directory; of several models, all, and return the first.
 
     Raises:
         CkptError: One cannot be read.
     """
     try:
-        return open_checkpoint(path, options=options, report=errors.append)
+        return open_checkpoint(path, opening=opening, report=errors.append)
     except (NoCheckpointError, SeveralModelsError) as error:
         if not error.directories:
             raise
-        first, *_ = [open_checkpoint(one, options=options, report=errors.append) for one in error.directories]
+        first, *_ = [open_checkpoint(one, opening=opening, report=errors.append) for one in error.directories]
         return first
 
 

@@ -11,10 +11,10 @@ import posixpath
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool import budget
 from ckpttool.arguments import checked_path
-from ckpttool.budget import opening
 from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
@@ -37,6 +37,7 @@ from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.messages import name_some
 from ckpttool.storage import (
     WAIT,
+    Opening,
     connect,
     is_half_removed,
     is_url,
@@ -47,12 +48,9 @@ from ckpttool.storage import (
     without_credentials,
     without_secrets,
 )
-from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ckpttool.commit.checksummed import ChecksummedStorage
     from ckpttool.formats.fields import Report
     from ckpttool.model import Checkpoint
@@ -166,7 +164,16 @@ def open_whole(
     return open_checkpoint(path, storage=storage, module_only=module_only)
 
 
-__all__ = ["FORMATS", "Source", "is_whole", "open_checkpoint", "open_whole", "source_paths", "source_storage"]
+__all__ = [
+    "FORMATS",
+    "Opening",
+    "Source",
+    "is_whole",
+    "open_checkpoint",
+    "open_whole",
+    "source_paths",
+    "source_storage",
+]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A checkpoint: one directory (or file of weights), or several directories with the files of some ranks each."""
@@ -190,26 +197,26 @@ def source_paths(src: Source) -> list[str]:
     return paths
 
 
-def source_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> Storage:
+def source_storage(paths: Sequence[str], opening: Opening) -> Storage:
     """Open the storage of a source; the first directory determines it.
 
     Args:
         paths: The directories.
-        options: As for ``open_checkpoint``.
+        opening: How to open it.
 
     Raises:
         StorageError: The scheme is unknown, or its package is not installed.
     """
     if is_url(paths[0]):
-        return open_storage(paths[0], options)
-    return local_storage([local_path(path) for path in paths if not is_url(path)], options)
+        return open_storage(paths[0], opening.storage_options)
+    return local_storage([local_path(path) for path in paths if not is_url(path)], follow_links=opening.follow_links)
 
 
 def open_checkpoint(
     src: Source,
     *,
     tag: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    opening: Opening = Opening(),
     report: Report = raise_at_once,
     unfinished: bool = False,
     storage: Storage | None = None,
@@ -222,7 +229,7 @@ def open_checkpoint(
         src: A checkpoint root (with ``latest``), a tag's directory, or a directory of safetensors or DCP; or several
             directories, each with the files of some ranks.
         tag: Tag to open in a root; default: the one that ``latest`` names.
-        options: As ``opening_options`` returns them.
+        opening: How to open its storage.
         report: Receives findings after which reading can continue; the default raises the first.
         unfinished: Also read checkpoints with ckpttool's in-progress marker.
         storage: Its storage; default: opened by the path.
@@ -233,12 +240,12 @@ def open_checkpoint(
         CkptError: The checkpoint is missing or damaged.
     """
     paths = source_paths(src)
-    storage = storage or source_storage(paths, options)
+    storage = storage or source_storage(paths, opening)
     if any(scheme_of(path) != scheme_of(paths[0]) for path in paths):
         problem = f"is not on the same storage as {without_secrets(paths[0])}"
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
-    with opening():
+    with budget.opening():
         explainer = Explainer(storage, report)
         try:
             checkpoint = _open(places, storage, tag, explainer, Accepted(unfinished, trust_names, module_only))
@@ -277,19 +284,6 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
     read = read_rank_files if of_ranks else read_zero
     return read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
-
-
-def opening_options(storage_options: Mapping[str, Any] | None, follow_links: bool = False) -> Mapping[str, Any] | None:
-    """Return the options of a storage together with ckpttool's own one, as ``open_checkpoint`` takes them.
-
-    Raises:
-        ArgumentError: The storage's options contain ckpttool's.
-    """
-    if FOLLOW_LINKS in (storage_options or {}):
-        problem = f"contains {FOLLOW_LINKS}, which is an option of ckpttool and not of a storage"
-        hint = f"pass {FOLLOW_LINKS} as a parameter of its own"
-        raise ArgumentError("storage_options", problem, hint, (FOLLOW_LINKS,))
-    return {**(storage_options or {}), FOLLOW_LINKS: True} if follow_links else storage_options
 
 
 OPTIMIZER = "optim_states.pt"

@@ -13,7 +13,7 @@ from ckpttool.errors import CkptError, PlanError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.destination import Destination, RunOptions
 from ckpttool.execution.run import memory_bytes
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.storage import LOCAL
 from ckpttool.storage.system_calls import replace_files
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
@@ -61,7 +61,7 @@ def export(
     target = out or os.path.join(folder, SCRATCH)
     destination = Destination(target, storage_options)
     destination.check_target(overwrite=True)
-    checkpoint = open_checkpoint(folder, options=storage_options)
+    checkpoint = open_checkpoint(folder, opening=Opening(storage_options))
     chosen = WeightChoice("safetensors", dtype, adapter_only=adapter_only)
     made = plan_weight_files(checkpoint, chosen, destination.out)
     options = RunOptions(1, memory_bytes(None), None, checks_for(made.plan.sources, checkpoint, "read"), None)

@@ -14,7 +14,7 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, Pr
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
-from ckpttool.formats import in_order, open_checkpoint, opening_options, source_paths, source_storage
+from ckpttool.formats import Opening, in_order, open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
@@ -154,13 +154,13 @@ def prove(  # noqa: PLR0913  public API
     """
     from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 
-    options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     ranks = ranks_of_process_group("prove", timeout)
     asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
     asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None}
     paths = ranks.together("prove", partial(source_paths, src), asked)
-    read = partial(open_checkpoint, paths, tag=tag, options=options, trust_names=trust_names)
-    checkpoint = open_together(paths[0], source_storage(paths, options), read, ranks)
+    read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names)
+    checkpoint = open_together(paths[0], source_storage(paths, opening), read, ranks)
     subject = partial(_state_of, model, optimizer, scheduler)
     return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 

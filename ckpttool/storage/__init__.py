@@ -32,7 +32,7 @@ from ckpttool.storage.base import (
 from ckpttool.storage.links import dead_links, is_link, is_linked, leading_nowhere, link_into, links_below
 from ckpttool.storage.local import LOCAL, LOCAL_SPEC, LocalStorage
 from ckpttool.storage.local_reader import LocalReader
-from ckpttool.storage.opening import open_storage
+from ckpttool.storage.opening import Opening, open_storage
 from ckpttool.storage.removal import HALF_REMOVED, aside_name, is_gone, is_half_removed
 from ckpttool.storage.system_calls import copy_range, reserve, write_at
 from ckpttool.storage.urls import absolute_path, is_url, local_path, parent, scheme_of, whole_path, without_credentials
@@ -53,6 +53,7 @@ __all__ = [
     "ExistsError",
     "LocalReader",
     "LocalStorage",
+    "Opening",
     "PartWriter",
     "RangeReader",
     "Reader",

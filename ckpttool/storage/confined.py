@@ -18,33 +18,33 @@ from ckpttool.storage.base import FOLLOW_LINKS, LATEST, LATEST_UNIVERSAL
 from ckpttool.storage.local import LOCAL, LocalStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckpttool.storage.base import Entry, Storage
     from ckpttool.storage.local_reader import LocalReader
 
 
-def local_storage(paths: Sequence[str], options: Mapping[str, Any] | None) -> LocalStorage:
+def local_storage(paths: Sequence[str], *, follow_links: bool) -> LocalStorage:
     """Return the storage for checkpoints on local disk.
 
     Args:
         paths: Directories of the checkpoints.
-        options: ``follow_links`` allows links that leave the root.
+        follow_links: Whether to follow links that leave the root.
     """
-    if options and options.get(FOLLOW_LINKS):
+    if follow_links:
         return LOCAL
     return ConfinedStorage(tuple(map(os.path.abspath, paths)))
 
 
-def confined(storage: Storage, root: str, options: Mapping[str, Any] | None) -> Storage:
+def confined(storage: Storage, root: str, *, follow_links: bool) -> Storage:
     """Return the storage for reading the checkpoints of a root: ``storage``, or a confined one on local disk.
 
     Args:
         storage: Storage of the root.
         root: Directory of the checkpoints.
-        options: ``follow_links`` allows links that leave the root.
+        follow_links: Whether to follow links that leave the root.
     """
-    return storage if storage is not LOCAL else local_storage([root], options)
+    return storage if storage is not LOCAL else local_storage([root], follow_links=follow_links)
 
 
 def leads_out(storage: Storage, path: str) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import StorageError
+from ckpttool.errors import ArgumentError, StorageError
 from ckpttool.messages import without_secrets
 from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.local import LOCAL
@@ -32,6 +33,26 @@ EXTRAS = {
     "https": "aiohttp",
 }
 """Package to install by scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How the storages of a command are opened.
+
+    Raises:
+        ArgumentError: The options of the storage contain the other one.
+    """
+
+    storage_options: Mapping[str, Any] | None = None
+    """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
+    follow_links: bool = False
+    """Follow symbolic links of a local checkpoint that leave its root, to any file that the user may read."""
+
+    def __post_init__(self) -> None:
+        if FOLLOW_LINKS in (self.storage_options or {}):
+            problem = f"contains {FOLLOW_LINKS}, which is an option of ckpttool and not of a storage"
+            hint = f"pass {FOLLOW_LINKS} as a parameter of its own"
+            raise ArgumentError("storage_options", problem, hint, (FOLLOW_LINKS,))
 
 
 def open_storage(url: str, options: Mapping[str, Any] | None = None) -> WritableStorage:
@@ -68,7 +89,7 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     from ckpttool.storage.retry import NO_CREDENTIALS, OPTIONS, bad_options
 
     kind: type[RemoteStorage] = RemoteStorage
-    given: dict[str, Any] = {"use_listings_cache": False, **{k: v for k, v in options.items() if k != FOLLOW_LINKS}}
+    given: dict[str, Any] = {"use_listings_cache": False, **options}
     try:
         cls = fsspec.get_filesystem_class(scheme)
         if scheme in {"s3", "s3a"}:

@@ -467,7 +467,7 @@ def _listed(src: str) -> str:
 
 
 def _resumed(src: str) -> str:
-    storage = open_storage(src) if src.startswith("s3:") else local_storage([src], None)
+    storage = open_storage(src) if src.startswith("s3:") else local_storage([src], follow_links=False)
     try:
         return " ".join(one.tag for one in candidates(storage, src)) or "-"
     except LinkError:

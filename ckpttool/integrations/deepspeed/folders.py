@@ -141,7 +141,7 @@ class Folders:
         """Return the storage to read a folder from, which may differ from the root's."""
         same = scheme_of(folder) == scheme_of(self.root)
         storage = self.storage if same else open_storage(folder, self._storage_options)
-        return confined(storage, folder, self._storage_options)
+        return confined(storage, folder, follow_links=False)
 
     def save(  # noqa: PLR0913  the arguments of ``CheckpointManager.save``
         self,

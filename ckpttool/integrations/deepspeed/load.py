@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.errors import PlanError
-from ckpttool.formats import open_checkpoint, opening_options, source_paths, source_storage
+from ckpttool.formats import Opening, open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.deepspeed.engine import (
     batch_notes,
     check_loadable,
@@ -116,7 +116,7 @@ def load(  # noqa: PLR0913  public API
         ProofError: With ``prove``, the live state differs from the saved one; on every rank, after the load.
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
@@ -132,22 +132,18 @@ def load(  # noqa: PLR0913  public API
     ranks = ranks_of_process_group("load", timeout)
     name = _named(src)
     asked = {"tag": tag, "src": name} | options.agreed()
-    paths, storage = ranks.together(name, partial(_source, engine, src, options, storage_options), asked)
-    read = partial(
-        open_checkpoint, paths, tag=tag, options=storage_options, trust_names=trust_names, module_only=weights_only
-    )
+    paths, storage = ranks.together(name, partial(_source, engine, src, options, opening), asked)
+    read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names, module_only=weights_only)
     checkpoint = open_together(paths[0], storage, read, ranks)
     return replace(restore_engine(engine, checkpoint, options, ranks), seconds=time.perf_counter() - began)
 
 
-def _source(
-    engine: Any, src: Source, options: LoadOptions, storage_options: Mapping[str, Any] | None
-) -> tuple[list[str], Storage]:
+def _source(engine: Any, src: Source, options: LoadOptions, opening: Opening) -> tuple[list[str], Storage]:
     """Return the paths of a source and their storage, if this rank can load it."""
     _ = options.memory_bytes  # raises for a text that is not a size
     paths = source_paths(src)
     inspect_engine(engine)
-    return paths, source_storage(paths, storage_options)
+    return paths, source_storage(paths, opening)
 
 
 def _named(src: Source) -> str:

@@ -21,7 +21,7 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import state_of
 from ckpttool.commit.signing import read_key
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError, StorageError
-from ckpttool.formats import open_whole, opening_options
+from ckpttool.formats import Opening, open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.formats.sidecars import is_rank_state
@@ -134,9 +134,9 @@ class CheckpointManager:
             self.root = without_credentials(local_path(given)).rstrip("/") or given
             if not is_url(self.root):
                 self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
-            opening = opening_options(storage_options, follow_links)
-            self._storage = storage or open_storage(given, opening)
-            self.source = confined(self._storage, self.root, opening)
+            opening = Opening(storage_options, follow_links)
+            self._storage = storage or open_storage(given, opening.storage_options)
+            self.source = confined(self._storage, self.root, follow_links=opening.follow_links)
             """The storage that ``restore`` reads from."""
             best = None if keep_best is None else format_best(keep_best)
             rules = (keep_last, keep_every, best, keep_for, thin, thin_every)

@@ -14,7 +14,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
-from ckpttool.formats import open_checkpoint, opening_options
+from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.integrations.torch.memory import empty
 from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
@@ -77,13 +77,13 @@ def load_state_dict(  # noqa: PLR0913  public API
     Raises:
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
     """
-    storage_options = opening_options(storage_options, follow_links)
+    opening = Opening(storage_options, follow_links)
     name = str(dtype or "fp32").removeprefix("torch.")
     target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
     if target not in TRAINING_DTYPES.values():
         raise ArgumentError("dtype", f"is {brief(name)}, not fp32, bf16 or fp16", "choose fp32, bf16 or fp16")
     check_choice("check", check, ("read", "full", "off"))
-    checkpoint = open_checkpoint(src, tag=tag, options=storage_options, trust_names=trust_names)
+    checkpoint = open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
     return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
 
 
