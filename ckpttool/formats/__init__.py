@@ -263,6 +263,10 @@ def open_checkpoint(
     return checkpoint
 
 
+LIVE_ORDER = "the optimizer's parameters are numbered, and read in the order of the live optimizer"
+"""Remark on a checkpoint that ``in_order`` has read."""
+
+
 def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     """Read files that number the optimizer's parameters again, with the order of the optimizer.
 
@@ -283,7 +287,8 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     where = (checkpoint.root, checkpoint.location, checkpoint.tag)
     location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
     read = read_rank_files if of_ranks else read_zero
-    return read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
+    found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
+    return replace(found, remarks=(*found.remarks, LIVE_ORDER))
 
 
 OPTIMIZER = "optim_states.pt"

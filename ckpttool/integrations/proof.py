@@ -14,14 +14,22 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, Pr
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
-from ckpttool.formats import Opening, in_order, open_checkpoint, source_paths, source_storage
+from ckpttool.formats import LIVE_ORDER, Opening, in_order, open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
 from ckpttool.model.rank_digest import APART, RankDigest, merge
 from ckpttool.model.selection import contents, find
-from ckpttool.model.state_digest import OTHER_VALUES, WEIGHTS, Mismatch, StateDigest, TensorDigest, difference
+from ckpttool.model.state_digest import (
+    OTHER_VALUES,
+    WEIGHTS,
+    Mismatch,
+    StateDigest,
+    TensorDigest,
+    canonical,
+    difference,
+)
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import TIMEOUT, attempt
@@ -181,15 +189,19 @@ def prove_state(
     """
     began, path = time.perf_counter(), checkpoint.location
     recorded = checkpoint.digests is not None
-    made = attempt(partial(_with_names_of_state, subject, checkpoint))
+    made = attempt(partial(_with_names_of_state, subject, checkpoint, scope))
 
     def own() -> dict[str, Any]:
         state, named = made.result()
         saved = None if recorded else state_digest(named, (ranks.rank, ranks.size)).to_json()
-        return {"live": state.digest().to_json(), "saved": saved}
+        order = canonical([*state.group_of]) if LIVE_ORDER in named.remarks else ""
+        return {"live": state.digest().to_json(), "saved": saved, "order": order}
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _, named = made.result()
+        if len({message["order"] for message in messages}) > 1:
+            problem = "numbers the optimizer's parameters, and ranks list them in different orders"
+            raise PlanError(path, problem, "build the optimizer alike on all ranks, or leave it out")
         saved = _expected(named, [message["saved"] for message in messages])
         found = compare(saved, _ranks_of([message["live"] for message in messages]), named, scope)
         if not found.mismatches and not found.tensors:
@@ -223,10 +235,19 @@ def prove_state(
     )
 
 
-def _with_names_of_state(subject: Callable[[], LiveState], checkpoint: Checkpoint) -> tuple[LiveState, Checkpoint]:
-    """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order."""
+def _with_names_of_state(
+    subject: Callable[[], LiveState], checkpoint: Checkpoint, scope: Scope
+) -> tuple[LiveState, Checkpoint]:
+    """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order.
+
+    Raises:
+        PlanError: The files number other parameters than the optimizer has.
+    """
     state = subject()
     ordered = in_order(checkpoint, [*state.group_of])
+    if ordered is not checkpoint and ordered.left_out and state.trains and not scope.weights_only:
+        hint = "build the optimizer as at the save, or leave it out to compare the weights alone"
+        raise PlanError(checkpoint.location, f"does not fit the optimizer: {ordered.left_out}", hint)
     return state, with_names_of(ordered, {*(piece.name for piece in state.pieces), *state.aliases})
 
 

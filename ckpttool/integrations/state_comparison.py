@@ -11,6 +11,7 @@ from ckpttool.analysis.digest import not_read
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
+from ckpttool.formats import LIVE_ORDER
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
 from ckpttool.model.names import renames
@@ -81,6 +82,9 @@ class Reason(Enum):
     UNNAMED = "{count} master weights, which the files do not name"
     OF_SOME_RANKS = "{names} ({why})"
     OF_LATER_RANKS = "{names} of the ranks after the first, which differ from it"
+    FIRST_RANKS = "{names}: ranks had values of their own at the save, and have the first rank's now"
+    SPREAD = "whether more ranks must have {count} weights, such as {first}"
+    ORDER = "the order of the optimizer's parameters, which the files number"
     OBJECTS = "{names}: objects whose values cannot be compared"
     CLASSES = "{names}: an older release recorded only the classes of objects"
     STEPS = "step of {names}: an older release recorded the largest step of a group"
@@ -173,7 +177,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     _check_names(saved, names, checkpoint)
     found: list[LeftOut] = []
     if checkpoint.digests is None:
-        values, found = _of_files(live.state.values, checkpoint)
+        values, found = _of_files(_values_of(live), checkpoint)
         saved = replace(saved, values={**saved.values, **values})
     saved = replace(saved, aliases=checkpoint.aliases)
     scheduler = next((one.why for one in found if one.reason is Reason.SCHEDULER), "")
@@ -268,7 +272,7 @@ class _Sides:
     ) -> None:
         self.scope, self.checkpoint, self.scheduler = scope, checkpoint, scheduler
         self.state, self.record = live.state, saved
-        self.holders, self.ranks = live.holders, len(ranks)
+        self.holders, self.ranks, self.spread, self.aliases = live.holders, len(ranks), live.spread, aliases
         self.recorded = checkpoint.digests is not None
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
@@ -285,7 +289,8 @@ class _Sides:
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
         self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
-        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (live.state.values, saved.values))
+        self.values = _values_of(live)
+        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, saved.values))
 
         def named(
             items: Iterable[Item], tied: Mapping[str, Sequence[str]], *kinds: str, of_optimizer: bool
@@ -303,6 +308,9 @@ class _Sides:
         self.weights_now = named(self.live, now, STATE, of_optimizer=False)
         self.may_differ = {*(live.state.differing or ())}
         self.may_differ &= self.may_differ if saved.differing is None else saved.differing
+        now_alike = (saved.differing or frozenset()) - self.may_differ
+        values = frozenset() if self.scope.weights_only else self.values.keys()
+        self.first_ranks = sorted(now_alike & {*self.weights_now, *values})
 
     def _masters_without_name(self) -> set[str]:
         """Take the weights in files without ZeRO for module copies where the live run has these.
@@ -332,6 +340,8 @@ class _Sides:
         found = [LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items()]
         found += [LeftOut(Reason.PENDING, text) for text in self.pending]
         found += [LeftOut(Reason.NO_TENSORS, name) for name in self.others]
+        found += [LeftOut(Reason.SPREAD, name) for name in self.spread]
+        found += [LeftOut(Reason.FIRST_RANKS, name) for name in self.first_ranks]
         if self.scope.weights_only:
             found.append(LeftOut(Reason.WEIGHTS_ONLY))
         if not self.weights_only:
@@ -340,6 +350,8 @@ class _Sides:
                 why = self.checkpoint.left_out or "ckpttool reads none in this checkpoint"
                 found.append(LeftOut(Reason.NO_STATES, why=why))
             found += [LeftOut(Reason.OTHER_SHAPE, key) for key in sorted(self.shapeless)]
+            if LIVE_ORDER in self.checkpoint.remarks:
+                found.append(LeftOut(Reason.ORDER))
         return found
 
     def parts(self) -> Iterable[_Part]:
@@ -369,12 +381,14 @@ class _Sides:
         if part.live is None and part.ranks:
             return Mismatch(WEIGHTS, name, f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks")
         undone = part.live is None and {name, self.record.aliases.get(name, name)} <= self.weights_now
-        return LeftOut(Reason.TIES if undone else Reason.ASKED, name)
+        both = {name, self.aliases.get(name, name)}  # files may have a tied parameter twice
+        made = part.saved is None and both <= (self.weights if self.recorded else self.record.group_of.keys())
+        return LeftOut(Reason.TIES if undone or made else Reason.ASKED, name)
 
     def _value(self, part: _Part) -> LeftOut | None:
         """Return why a counter, or a value of the scheduler, the loss scale or another state, is not compared."""
         key, kind = part.item.key, _kind(part.item.key)
-        if self.scope.weights_only or not (self.trains or self.state.values):
+        if self.scope.weights_only or not (self.trains or self.values):
             return LeftOut(Reason.ASKED)
         if key == MICRO_BATCHES:  # the live ones are named with their gradients
             why = f"the gradients of {part.saved} micro batches since the last step before the save"
@@ -385,8 +399,8 @@ class _Sides:
             return LeftOut(Reason.SCHEDULER, why=why)
         if part.live is None and kind not in self.kinds:
             return LeftOut(Reason.ASKED if key in _COUNTED else Reason.NOT_PASSED, kind)
-        if part.live is None and kind == "loss_scale":  # wrappers without ZeRO have fewer numbers than files
-            return LeftOut(Reason.ASKED)
+        if part.live is None and kind == SCALE and not part.ranks:  # wrappers without ZeRO have fewer numbers
+            return LeftOut(Reason.NOT_PASSED, key)
         if part.saved is None and key == SCALE:
             return None
         if part.saved is None and kind == "rank_state" and not self.recorded:
@@ -399,7 +413,7 @@ class _Sides:
 
     def _other_scheduler(self) -> str:
         """Return why the schedulers cannot be compared; "" if they can."""
-        saved, live = ({n for n in own if _kind(n) == "scheduler"} for own in (self.record.values, self.state.values))
+        saved, live = ({n for n in own if _kind(n) == "scheduler"} for own in (self.record.values, self.values))
         return "another class saved its state" if saved - live and live - saved else ""
 
     def _weights(self, part: _Part) -> LeftOut | None:
@@ -520,7 +534,7 @@ def _of_member(part: _Part) -> str:
         )
     if part.live is None:
         return f"is in no group of the optimizer{on}, and was trained at the save"
-    return f"is trained now{on}, and was frozen at the save"
+    return f"is trained now{on}, and was {'frozen' if part.saved == FROZEN else 'not trained'} at the save"
 
 
 def _is_rounded(saved: Fact | None, live: Fact | None) -> bool:
@@ -561,6 +575,11 @@ def _of_files(live: Iterable[str], checkpoint: Checkpoint) -> tuple[dict[str, st
         found.append(LeftOut(Reason.SCHEDULER, why=how))
     found += [LeftOut(Reason.CLIENT_STATE, printable(name)) for name in items if name not in values]
     return {f"scheduler.{name.removeprefix(fitting[0])}": text for name, text in values.items()}, found
+
+
+def _values_of(live: Merged) -> dict[str, None]:
+    """Return the names of the values that any rank has."""
+    return {**dict.fromkeys(live.state.values), **{item.key: None for item in live.apart if item.kind == VALUE}}
 
 
 def _kind(name: str) -> str:

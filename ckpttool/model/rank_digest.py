@@ -153,7 +153,9 @@ class Merged(NamedTuple):
     unproven: dict[str, str]
     """States that belong to partitions instead of parameters, which are left out, and why."""
     holders: dict[str, list[int]]
-    """Ranks that have elements of each parameter."""
+    """Ranks that have each parameter; the shard of some may be empty."""
+    spread: list[str]
+    """Weights that other ranks than those may have to have; experts of DeepSpeed are left out."""
 
     @property
     def contradictions(self) -> list[Mismatch]:
@@ -193,7 +195,7 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         ranks: The digests.
         whole: Whether each rank lists all of its parts; a save leaves out replicas, which it writes once.
     """
-    tensors, mismatches, buffers, holders = _merge_parts(ranks, whole=whole)
+    tensors, mismatches, buffers, holders, spread = _merge_parts(ranks, whole=whole)
     unproven = {key: why for own in ranks for key, why in own.unproven.items()}
     as_values = {key for key, why in unproven.items() if why == OF_OTHER_FORM}
     for key in as_values - tensors.keys():  # all ranks have it as values
@@ -234,9 +236,11 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
         differing=frozenset(item.name or item.key for item in differing),
     )
-    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders)
+    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders, spread)
 
 
+EXPERTS = ".deepspeed_experts."
+"""Part of the names of experts that ranks of DeepSpeed divide among them."""
 UNLIKE = "is not the same gathered and partitioned"
 """The problem of weights that a rank has gathered."""
 OF_OTHER_FORM = "it is not partitioned like the weights"
@@ -289,14 +293,14 @@ def _apart(
 
 def _merge_parts(
     ranks: Sequence[RankDigest], *, whole: bool
-) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]]]:
+) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]], list[str]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
     Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
 
     Returns:
-        The tensors; contradictions; the buffers that differ between ranks, or that some lack; and the ranks that have
-        elements of each parameter.
+        The tensors; contradictions; the buffers that differ between ranks, or that some lack; the ranks that have each
+        parameter; and weights that some ranks lack.
     """
     numbers: dict[Part, int] = {}
     indexes: dict[int, NDArray[np.uint64]] = {}
@@ -362,6 +366,8 @@ def _merge_parts(
                 mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
         elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
+    lost, spread = _unheld(parts, [rank[one] for one in of_tensor], ranks) if whole else ([], [])
+    mismatches += lost
     located = {one[:2] for one in mismatches}
     mismatches += [one for one in uncovered if one[:2] not in located]
     for name, gathered in tensors.pop(GATHERED, {}).items():
@@ -369,7 +375,43 @@ def _merge_parts(
         same = tensors[key][name].value == gathered.value
         mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
     holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
-    return tensors, mismatches, buffers, holders
+    return tensors, mismatches, buffers, holders, spread
+
+
+def _unheld(
+    parts: Sequence[Part], holders: Sequence[NDArray[np.intp]], ranks: Sequence[RankDigest]
+) -> tuple[list[Mismatch], list[str]]:
+    """Return the weights that some ranks lack.
+
+    Stages of a pipeline, and ranks with other experts, each have weights that others lack. A rank that only lacks some
+    has lost them.
+
+    Args:
+        parts: All parts.
+        holders: The ranks that have each.
+        ranks: All ranks.
+
+    Returns:
+        Weights that ranks have lost; and the names of others.
+    """
+    copied = {part.name for part in parts if part.key == MODULE}
+    masters = {name for own in ranks if own.partitioned for name in own.group_of} - copied
+    held: dict[str, set[int]] = {}
+    for part, there in zip(parts, holders, strict=True):
+        divided = part.is_buffer or part.name in masters or EXPERTS in part.name
+        if part.key == (MODULE if part.name in copied else WEIGHTS) and not divided:
+            held.setdefault(part.name, set()).update(there.tolist())
+    odd = {name: own for name, own in held.items() if len(own) < len(ranks)}
+    names = [frozenset(name for name, own in odd.items() if rank in own) for rank in range(len(ranks) if odd else 0)]
+    less = [(own or len(odd) < len(held)) and any(own < other for other in {*names}) for own in names]
+    lost, spread = [], []
+    for name, own in odd.items():
+        without = [r for r in range(len(ranks)) if r not in own and name not in ranks[r].aliases]
+        if gone := [r for r in without if less[r]]:
+            lost.append(Mismatch(WEIGHTS, name, f"is missing{on_ranks(gone)}"))
+        elif without:
+            spread.append(name)
+    return lost, spread
 
 
 def _buffers(

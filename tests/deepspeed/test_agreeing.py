@@ -45,6 +45,8 @@ TOLD = {
     "source": ("StorageError: nowhere://root: rank 1: nowhere:// is not a known storage",) * 2,
     "no source": ("ArgumentError: src: rank 1: ",) * 2,
     "memory": ("ArgumentError: memory: rank 1: is 'much'",) * 2,
+    "other model": ("fits the engine of rank 0 (native) and of rank 1 (planned) in different ways; build the same",)
+    * 2,
     "no memory to save": ("could not be checked: MemoryError: none left",) * 2,
     "no memory to restore": ("rank 1: MemoryError: none left",) * 2,
     "late save": ("rank 1 was not heard of in time",) * 2,
@@ -90,6 +92,14 @@ def _calls(directory: Path) -> dict[str, Any]:
         with fails if second else contextlib.nullcontext():
             function()
 
+    def with_a_buffer_more() -> None:
+        if second:
+            engine.module.register_buffer("more", torch.ones(1))
+        try:
+            ckpttool.load(engine, root, strict=False, timeout=TIMEOUT)
+        finally:
+            engine.module._buffers.pop("more", None)
+
     def from_elsewhere() -> None:
         made: Any = CheckpointManager(root if not second else "nowhere://root", timeout=TIMEOUT)
         made.save(engine, tag="t")
@@ -112,6 +122,7 @@ def _calls(directory: Path) -> dict[str, Any]:
         "source": lambda: ckpttool.load(engine, "nowhere://root" if second else root, timeout=TIMEOUT),
         "no source": lambda: ckpttool.load(engine, [] if second else root, dry_run=True, timeout=TIMEOUT),
         "memory": lambda: ckpttool.load(engine, root, memory="much" if second else None, timeout=TIMEOUT),
+        "other model": with_a_buffer_more,
         "no memory to save": lambda: short_of_memory("capture.unpickle", lambda: manager.save(engine, tag="t")),
         "no memory to restore": lambda: short_of_memory("load.match", lambda: manager.restore(engine)),
         "late save": lambda: late(lambda: manager.save(engine, tag="t")),

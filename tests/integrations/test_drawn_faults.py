@@ -244,7 +244,34 @@ def _of_run(run: _Run, draw: random.Random, here: bool, alone: bool) -> _Fault:
     return _Fault({"not compared: seen" if files and alone else "weights of seen"}, lambda: buffer.copy_(kept))
 
 
-FAULTS = (_of_elements, _of_elements, _of_states, _of_groups, _of_run)
+def _of_modules(run: _Run, draw: random.Random, here: bool, alone: bool) -> _Fault:
+    """Take a parameter from the module, and from an optimizer that has parameters."""
+    name = draw.choice([name for name in run.named if name[0] in "bc"])  # others are tied
+    path, _, local = name.rpartition(".")
+    p = run.named[name]
+    inner = run.model.module if hasattr(run.model, "module") else run.model
+    own = inner.get_submodule(path)._parameters
+    groups, state = run.optimizer.param_groups, run.optimizer.state
+    kept, states = [list(group["params"]) for group in groups], state.get(p)
+    keys = ("weights", "module", "exp_avg", "exp_avg_sq", "step")
+    if here:
+        own[local] = None
+        for group in () if run.owned else groups:
+            group["params"] = [one for one in group["params"] if one is not p]
+        state.pop(p, None)
+
+    def undo() -> None:
+        own[local] = p
+        for group, parameters in zip(groups, kept, strict=True):
+            group["params"] = parameters
+        if states is not None:
+            state[p] = states
+
+    options = {f"{key} of the group of {name}" for group in groups for key in group}
+    return _Fault({*(f"{key} of {name}" for key in keys), *options, "the engine:"}, undo)
+
+
+FAULTS = (_of_elements, _of_elements, _of_states, _of_groups, _of_run, _of_modules)
 
 
 def _faults(job: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
@@ -279,6 +306,8 @@ def _told(run: _Run) -> list[str]:
         proof = run.prove()
     except ckpttool.ProofError as error:
         return list(error.mismatches)
+    except ckpttool.CkptError as error:
+        return [str(error)]
     return [f"not compared: {text}" for text in proof.unproven]
 
 

@@ -193,7 +193,13 @@ def _break(draw: random.Random, layout: str, live: list[Rank], other: Mapping[st
     key, one = draw.choice(STATES), live[rank]
     tensor, shape, starts = one.pieces[key, name]
     replicated = sum((key, name) in r.pieces and r.pieces[key, name][2] == starts for r in live) > 1
-    fault = draw.choice(("zero", "absent", "type", "exchanged", "stale"))
+    fault = draw.choice(("zero", "absent", "lost", "type", "exchanged", "stale"))
+    if fault == "lost" and layout != "flat":  # ranks of flat partitions have other parameters anyway
+        one.pieces = {place: held for place, held in one.pieces.items() if place[1] != name}
+        one.steps.pop(name)
+        one.group_of = {other: group for other, group in one.group_of.items() if other != name}
+        options = {f"{option} of the group of {name}" for option in ("lr", "betas")}
+        return {f"{k} of {name}" for k in (*STATES, "step")} | options, replicated
     if fault == "absent":
         del one.pieces[key, name]
         return {f"{k} of {name}" for k in STATES} | {f"step of {name}"}, replicated
@@ -261,6 +267,29 @@ def test_values_of_ranks_that_differed_at_the_save_may_differ(checkpoint: Checkp
         "mean (other values on ranks 2)",
         "client_state.x of the ranks after the first, which differ from it",
     ]
+
+
+def test_values_of_ranks_that_differed_at_the_save_and_are_alike_now_are_named(checkpoint: Checkpoint) -> None:
+    saved, live = (_ranks("replicated", 1, {"x": 1}) for _ in range(2))
+    saved[2].values["x"], saved[2].buffer = 5, torch.ones(3)
+    found = _compared(saved, live, checkpoint)
+    assert found.mismatches == []
+    assert found.notes == [
+        "client_state.x, mean: ranks had values of their own at the save, and have the first rank's now"
+    ]
+
+
+def test_weights_of_some_ranks_are_named(checkpoint: Checkpoint) -> None:
+    """As in a pipeline: the first ranks have other weights than the last."""
+    saved = _ranks("replicated", 1, {})
+    for number, rank in enumerate(saved):
+        kept = [name for name in SHAPES if name.startswith("a") == (number < 2)]
+        rank.pieces = {place: held for place, held in rank.pieces.items() if place[1] in kept}
+        rank.steps = {name: step for name, step in rank.steps.items() if name in kept}
+        rank.group_of = {name: group for name, group in rank.group_of.items() if name in kept}
+    found = _compared(saved, saved, checkpoint)
+    assert found.mismatches == []
+    assert found.notes == ["whether more ranks must have 5 weights, such as a.weight"]
 
 
 def test_what_cannot_be_compared_is_named(checkpoint: Checkpoint) -> None:

@@ -154,7 +154,7 @@ class SavedDigests:
         self._digests: list[Callable[[], int]] = []
         pieces = []
         for piece in state.pieces:
-            if piece.key == GATHERED:
+            if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
                 continue
             read = self._in_file(piece)
             if read is None and (
@@ -329,6 +329,7 @@ class _Reader:
     ) -> list[tuple[str, int, int, int]]:
         """Return the parts of a group's parameters in a partition of their flat buffer.
 
+        A partition of padding alone has an empty part of the last parameter, whose states it counts with.
         ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
 
         Args:
@@ -342,7 +343,7 @@ class _Reader:
             first, last = max(at, low), min(at + p.numel(), low + size)
             if first < last:
                 parts.append((self._name(p), first - low, last - first, first - at))
-        return parts
+        return parts or [(self._name(p), 0, 0, 0) for p in group[-1:]]
 
     def _states(
         self, states: Mapping[str, Any], owner: Any, parts: list[tuple[str, int, int, int]], label: str

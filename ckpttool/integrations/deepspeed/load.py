@@ -39,7 +39,7 @@ from ckpttool.integrations.torch.collectives import (
     unexpected_is_damage,
 )
 from ckpttool.model import MASTER, MODULE
-from ckpttool.saving.coordination import TIMEOUT, Ranks
+from ckpttool.saving.coordination import TIMEOUT, Ranks, attempt
 from ckpttool.saving.provenance import note_restored
 
 if TYPE_CHECKING:
@@ -209,11 +209,24 @@ def _read(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ranks: Rank
         CkptError: As for ``restore_engine``.
     """
     began = time.perf_counter()
-    read = ranks.together(checkpoint.location, partial(_read_own, engine, checkpoint, options))
+    made = attempt(partial(_read_own, engine, checkpoint, options))
+
+    def decide(methods: list[str]) -> None:
+        if odd := next((rank for rank, method in enumerate(methods) if method != methods[0]), 0):
+            problem = f"fits the engine of rank 0 ({methods[0]}) and of rank {odd} ({methods[odd]}) in different ways"
+            raise PlanError(checkpoint.location, problem, "build the same model on all ranks")
+
+    ranks.exchange(checkpoint.location, lambda: _method(made.result().prepared), decide)
+    read = made.result()
     prepared = read.prepared
     if isinstance(prepared, PlannedState) and prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
     return read._replace(seconds=time.perf_counter() - began)
+
+
+def _method(prepared: NativeState | PlannedState) -> str:
+    """Return the method of a load, as a report names it."""
+    return "native" if isinstance(prepared, NativeState) else "planned"
 
 
 def _read_own(engine: Any, checkpoint: Checkpoint, options: LoadOptions) -> _Read:
@@ -354,7 +367,7 @@ def _report(
         path=checkpoint.location,
         tag=checkpoint.tag,
         step=checkpoint.step,
-        method="native" if isinstance(prepared, NativeState) else "planned",
+        method=_method(prepared),
         dry_run=options.dry_run,
         weights_only=options.weights_only,
         optimizer=not options.without_optimizer,

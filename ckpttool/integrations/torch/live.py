@@ -101,7 +101,7 @@ class LiveState(RankFacts):
     """The live state of one rank."""
 
     pieces: Sequence[Piece]
-    """Its parts of all tensors."""
+    """Its parts of all tensors; a shard may be empty."""
 
     def _digests(self) -> list[int]:
         if torch.get_num_threads() == 1:
@@ -116,14 +116,12 @@ class LiveState(RankFacts):
             found: Digests of the pieces, if they are known.
         """
         values = self._digests() if found is None else found
-        kept = [
-            (piece, value)
-            for piece, value in zip(self.pieces, values, strict=True)
-            if piece.tensor.numel() or piece.whole
+        rows = [
+            [p.place, p.tensor.numel(), value & digests.MASK, value >> 64]
+            for p, value in zip(self.pieces, values, strict=True)
         ]
-        rows = [[p.place, p.tensor.numel(), value & digests.MASK, value >> 64] for p, value in kept]
         return RankDigest(
-            parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p, _ in kept],
+            parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
             rows=np.array(rows, dtype=np.uint64).reshape(-1, 4),
             **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )
@@ -159,7 +157,10 @@ def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), numpy_dtype(dtype.name))
     # Two steps: numpy has no bf16, and a 0-dim tensor cannot be seen as bytes.
-    raw: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.reshape(-1)
+    if flat.stride() != (1,):  # of one element, which counts as contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
     return raw.view(numpy_dtype(dtype.name)).reshape(tuple(tensor.shape))
 
 
