@@ -30,7 +30,6 @@ from ckpttool.api.reading import extract as extract
 from ckpttool.api.reading import inspect as inspect
 from ckpttool.api.reading import stats as stats
 from ckpttool.api.reading import verify as verify
-from ckpttool.api.resume_config import resume_config as resume_config
 from ckpttool.catalog.listing import Catalog as Catalog
 from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
 from ckpttool.catalog.retention import Decision as Decision

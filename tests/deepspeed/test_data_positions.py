@@ -11,6 +11,7 @@ import torch
 
 import ckpttool
 import ckpttool.data
+from ckpttool.model.batch import equal_batch
 from tests.deepspeed.engines import logged
 from tests.forked import each_on_ranks
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.deepspeed
 
 SAMPLES, WIDTH, GLOBAL = 50, 6, 12
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train_batch_size": GLOBAL, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10_000,
 }  # fmt: skip
@@ -83,7 +84,9 @@ def _build(config: dict[str, Any]) -> Any:
 def _train(job: dict[str, Any]) -> dict[str, Any]:
     """Train to the end of an epoch, or for some steps of the optimizer; resume if there is a checkpoint."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    config = ckpttool.resume_config(CONFIG, world_size=ranks, src=job["root"] if job["resumes"] else None)
+    sizes = equal_batch(GLOBAL, ranks, CONFIG["train_micro_batch_size_per_gpu"])
+    assert sizes is not None
+    config = {**CONFIG, **sizes.to_config()}
     engine = _build(config)
     numbers = torch.Generator().manual_seed(9)
     data = [(n, torch.randn(WIDTH, generator=numbers)) for n in range(SAMPLES)]
@@ -210,7 +213,7 @@ def test_the_rest_of_the_epoch_is_read_once_and_the_steps_are_the_same(saved: in
 def test_another_global_batch_is_told(facts: Facts) -> None:
     text = (
         "the global batch is 18 samples, but was 12 in the saved run; for an equal one set train_batch_size 12, "
-        "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 1 (ckpttool.resume_config does)"
+        "train_micro_batch_size_per_gpu 4, gradient_accumulation_steps 1"
     )
     for rank, one in enumerate(facts["told"]):
         assert not any("global batch" in note for kind in one["equal"].values() for note in kind)

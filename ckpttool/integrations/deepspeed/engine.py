@@ -439,7 +439,7 @@ def batch_notes(engine: Any, checkpoint: Checkpoint) -> list[str]:
     told = f"the global batch is {own.whole} samples, but was {saved.whole} in the saved run; for an equal one"
     if equal is None:
         return [f"{told} choose {fitting_numbers(saved.whole, ranks)} (now {ranks} ranks)"]
-    return [f"{told} set {equal} (ckpttool.resume_config does)"]
+    return [f"{told} set {equal}"]
 
 
 def warn_of(checkpoint: Checkpoint, notes: Sequence[str]) -> None:

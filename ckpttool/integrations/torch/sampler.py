@@ -452,7 +452,7 @@ class CurriculumPosition:
             raise PlanError(what, f"is not exact: {state['inexact']}", "pass exact=False to lose those samples")
         if state["global_batch_size"] != sampler.global_batch_size:
             was, now = state["global_batch_size"], sampler.global_batch_size
-            hint = "see ckpttool.resume_config for an equal one"
+            hint = "set micro batch and accumulation so that their product with the ranks is the same"
             raise PlanError(what, f"counts global batches of {was} samples, not of {now}", hint)
         if hasattr(sampler, "data_clusters"):  # the first rank's, which a restore may have loaded
             sampler.data_clusters, sampler.data_cluster_sizes = [], []
