@@ -291,6 +291,10 @@ def _json(value: object) -> Any:
     raise _NoJsonError
 
 
+LORA = (
+    "contains a LoRA adapter under PEFT's names: adapter_only exports it for PEFT, merge_lora merges it into its base"
+)
+"""Remark on weights of PEFT that are exported as they are."""
 TRAINING_POINT = (
     "the weights are schedule-free's training point, not its average: for evaluation, save after optimizer.eval()"
 )
@@ -414,6 +418,8 @@ def plan_weight_files(
             plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
         if companions is None:
             companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
+            if any(".lora_A." in one.name for one in selection.weights):
+                notes.append(LORA)
     plan = with_sidecars(plan, companions, target)
     return WeightFiles(plan, selection, index, tuple(c.name for c in companions), (*notes, *unused))
 

@@ -165,6 +165,15 @@ def test_adapter_is_what_peft_gives_on_the_live_model(name: str, dtype: str, kin
         assert torch.equal(written[key], tensor), key
 
 
+def test_a_note_names_the_exports_of_an_adapter(tmp_path: Path) -> None:
+    whole, adapter = (
+        ckpttool.consolidate(source(NAMES[0]), tmp_path / str(alone), to="safetensors", adapter_only=alone).notes
+        for alone in (False, True)
+    )
+    told = "contains a LoRA adapter under PEFT's names: adapter_only exports it for PEFT"
+    assert [note.partition(",")[0] for note in (*whole, *adapter) if "LoRA" in note] == [told]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_peft_loads_the_adapter(tmp_path: Path) -> None:
     from peft import PeftModel
