@@ -153,6 +153,7 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
         order: Parameters in the order of the optimizer.
 
     Raises:
+        PlanError: The files number other parameters than the optimizer has.
         CkptError: A file cannot be read.
     """
     from ckpttool.formats.rank_files import ORDER, read_rank_files
@@ -166,6 +167,12 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
     read = read_rank_files if of_ranks else read_zero
     found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
+    if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks):
+        problem = (
+            f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"
+        )
+        hint = "build the optimizer as at the save, or pass weights_only=True to compare the weights alone"
+        raise PlanError(checkpoint.location, problem, hint, ("weights_only",))
     return replace(found, remarks=(*found.remarks, LIVE_ORDER))
 
 

@@ -19,7 +19,7 @@ from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
-from ckpttool.model.rank_digest import APART, RankDigest, merge
+from ckpttool.model.rank_digest import APART, EXPERT, RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import (
     OTHER_VALUES,
@@ -194,13 +194,16 @@ def prove_state(
     def own() -> dict[str, Any]:
         state, named = made.result()
         saved = None if recorded else state_digest(named, (ranks.rank, ranks.size)).to_json()
-        order = canonical([*state.group_of]) if LIVE_ORDER in named.remarks else ""
-        return {"live": state.digest().to_json(), "saved": saved, "order": order}
+        order = [EXPERT.sub(r"\1N", name) for name in state.group_of] if LIVE_ORDER in named.remarks else []
+        return {"live": state.digest().to_json(), "saved": saved, "order": canonical(order)}
 
     def decide(messages: list[Any]) -> dict[str, Any]:
         _, named = made.result()
-        if len({message["order"] for message in messages}) > 1:
-            problem = "numbers the optimizer's parameters, and ranks list them in different orders"
+        orders = [message["order"] for message in messages]
+        if odd := next((rank for rank, order in enumerate(orders) if order != orders[0]), 0):
+            problem = (
+                f"numbers the optimizer's parameters, and rank {odd} lists others than rank 0, or in another order"
+            )
             raise PlanError(path, problem, "build the optimizer alike on all ranks, or leave it out")
         saved = _expected(named, [message["saved"] for message in messages])
         found = compare(saved, _ranks_of([message["live"] for message in messages]), named, scope)
@@ -244,10 +247,8 @@ def _with_names_of_state(
         PlanError: The files number other parameters than the optimizer has.
     """
     state = subject()
-    ordered = in_order(checkpoint, [*state.group_of])
-    if ordered is not checkpoint and ordered.left_out and state.trains and not scope.weights_only:
-        hint = "build the optimizer as at the save, or leave it out to compare the weights alone"
-        raise PlanError(checkpoint.location, f"does not fit the optimizer: {ordered.left_out}", hint)
+    of_optimizer = state.trains and not (scope.weights_only or scope.without_optimizer)
+    ordered = in_order(checkpoint, [*state.group_of]) if of_optimizer and checkpoint.digests is None else checkpoint
     return state, with_names_of(ordered, {*(piece.name for piece in state.pieces), *state.aliases})
 
 

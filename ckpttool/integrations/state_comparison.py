@@ -15,7 +15,7 @@ from ckpttool.formats import LIVE_ORDER
 from ckpttool.messages import printable
 from ckpttool.model import MODULE
 from ckpttool.model.names import renames
-from ckpttool.model.rank_digest import OF_OTHER_FORM, UNLIKE, merge, on_ranks
+from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM, UNLIKE, merge, on_ranks
 from ckpttool.model.state_digest import (
     FROZEN,
     MEMBER,
@@ -83,6 +83,7 @@ class Reason(Enum):
     OF_SOME_RANKS = "{names} ({why})"
     OF_LATER_RANKS = "{names} of the ranks after the first, which differ from it"
     FIRST_RANKS = "{names}: ranks had values of their own at the save, and have the first rank's now"
+    ZEROS = "{count} states of zeros that were not saved, such as {first}"
     SPREAD = "whether more ranks must have {count} weights, such as {first}"
     ORDER = "the order of the optimizer's parameters, which the files number"
     OBJECTS = "{names}: objects whose values cannot be compared"
@@ -203,7 +204,12 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     told = {(one.key, one.name) for one in mismatches.values()}
     states = dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})
     return Comparison(
-        mismatches=[*apart, *mismatches.values(), *(one for one in gathered if (one.key, one.name) not in told)],
+        mismatches=[
+            *apart,
+            *sides.misshapen,
+            *mismatches.values(),
+            *(one for one in gathered if (one.key, one.name) not in told),
+        ],
         notes=_notes(found),
         rounded=rounded,
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
@@ -288,6 +294,11 @@ class _Sides:
         # What was the same on all ranks at the save must be so now.
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
         self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
+        self.misshapen = [
+            Mismatch(key, "", f"is not partitioned like the weights{on_ranks(ranks)}, and was at the save")
+            for key, ranks in live.other_forms.items()
+            if key in saved.tensors and key != MOMENTUM and key in self.unproven and not self.weights_only
+        ]
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
         self.values = _values_of(live)
         self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, saved.values))
@@ -486,10 +497,12 @@ class _Sides:
             weight = self.state.tensors.get(WEIGHTS, {}).get(name, live)
             if live.value and live.shape != weight.shape:
                 return LeftOut(Reason.OTHER_SHAPE, key)
-            return None if live.value else LeftOut(Reason.ASKED)  # training makes states of 0
+            return None if live.value else LeftOut(Reason.ZEROS, f"{key} of {name}")  # a first step may make them
         if kind == STATE and key not in self.record.numbers:
             return LeftOut(Reason.NOT_RECORDED, key)
-        return LeftOut(Reason.ASKED) if kind == STATE and (live in {"0", "-0.0"} or name not in self.trained) else None
+        if kind == STATE and name in self.trained and live in {"0", "-0.0"}:
+            return LeftOut(Reason.ZEROS, f"{key} of {name}")
+        return LeftOut(Reason.ASKED) if kind == STATE and name not in self.trained else None
 
     def _difference(self, part: _Part) -> LeftOut | Mismatch | None:
         """Return how a part differs, or None if it is equal."""
@@ -511,6 +524,8 @@ class _Sides:
                 return None
             if problem.startswith(OTHER_TYPE) and (self.scope.casts or self.weights_only):
                 return LeftOut(Reason.CAST, f"{item.name} ({saved.dtype}, now {live.dtype})")
+        if _kind(item.key) == MOMENTUM and _without_type(saved) == _without_type(live) != "":  # DeepSpeed's load casts
+            return LeftOut(Reason.CAST, f"{text} ({saved}, now {live})")
         old = self.recorded and self.record.differing is None
         if old and item.key == STEP and saved == self._largest_step(item.name):
             return LeftOut(Reason.STEPS, item.name)
@@ -523,6 +538,12 @@ class _Sides:
         groups, steps = self.state.group_of, self.state.numbers.get(STEP, {})
         own = [steps[other] for other, group in groups.items() if group == groups.get(name) and other in steps]
         return canonical(max(own)) if own and self.checkpoint.optimizer.startswith("deepspeed.") else ""
+
+
+def _without_type(fact: Fact | None) -> str:
+    """Return the text of a floating-point tensor of an optimizer without its type; "" for any other value."""
+    found = re.fullmatch(r"tensor (?:F32|F16|BF16) (\[.*\] [0-9a-f]{32})", fact) if isinstance(fact, str) else None
+    return "" if found is None else found[1]
 
 
 def _of_member(part: _Part) -> str:

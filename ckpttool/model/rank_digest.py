@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,8 @@ class Merged(NamedTuple):
     """States that belong to partitions instead of parameters, which are left out, and why."""
     holders: dict[str, list[int]]
     """Ranks that have each parameter; the shard of some may be empty."""
+    other_forms: dict[str, list[int]]
+    """Ranks that have a state in another form than partitioned like the weights."""
     spread: list[str]
     """Weights that other ranks than those may have to have; experts of DeepSpeed are left out."""
 
@@ -236,15 +239,18 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
         differing=frozenset(item.name or item.key for item in differing),
     )
-    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders, spread)
+    other = {key: [r for r, own in enumerate(ranks) if own.unproven.get(key) == OF_OTHER_FORM] for key in as_values}
+    return Merged(state, mismatches, {**buffers, **apart}, unproven, holders, other, spread)
 
 
-EXPERTS = ".deepspeed_experts."
-"""Part of the names of experts that ranks of DeepSpeed divide among them."""
+EXPERT = re.compile(r"(\.deepspeed_experts\.)\d+")
+"""Part of the names of experts, with its number: ranks of DeepSpeed divide them among them."""
 UNLIKE = "is not the same gathered and partitioned"
 """The problem of weights that a rank has gathered."""
 OF_OTHER_FORM = "it is not partitioned like the weights"
 """Why tensors of an optimizer are values of the ranks that have them so; other ranks may have them partitioned."""
+MOMENTUM = "momentum_buffer"
+"""The state of Muon: its partitions have no padding, so that their form depends on the number of ranks."""
 OF_GROUPS = ("groups", "group_of", "frozen")
 """Facts of the groups of an optimizer."""
 OF_PARTITIONS = {STATE: "it is a number of each partition", OPTION: "it is a hyper-parameter of each partition"}
@@ -398,7 +404,7 @@ def _unheld(
     masters = {name for own in ranks if own.partitioned for name in own.group_of} - copied
     held: dict[str, set[int]] = {}
     for part, there in zip(parts, holders, strict=True):
-        divided = part.is_buffer or part.name in masters or EXPERTS in part.name
+        divided = part.is_buffer or part.name in masters or EXPERT.search(part.name) is not None
         if part.key == (MODULE if part.name in copied else WEIGHTS) and not divided:
             held.setdefault(part.name, set()).update(there.tolist())
     odd = {name: own for name, own in held.items() if len(own) < len(ranks)}

@@ -329,6 +329,14 @@ def no_second_moment(run: Run) -> list[str]:
     return _of_all(run, "exp_avg_sq")
 
 
+@_fault("a state of one rank has another shape", lambda job: job.get("stage", 0) > 0, "on rank 1")
+def other_shape(run: Run) -> list[str]:
+    if torch.distributed.get_rank() == 1:
+        own = next(own for _, own in run.owners())
+        own["exp_avg"] = own["exp_avg"].reshape(-1, 1)
+    return ["exp_avg"]
+
+
 @_fault("the steps of Adam begin anew")  # SkyRL#1403
 def step_of_zero(run: Run) -> list[str]:
     for _, own in run.owners():

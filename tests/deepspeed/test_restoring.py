@@ -140,6 +140,8 @@ ALSO = [
     ),
     Draw("torch Unusual", 0, "fp32", "", 1, 0.0, "OneCycle", "plain", "adapter", 3, "", (1, 2)),
     Draw("torch Adagrad", 1, "fp32", "optimizer", 1, 1.0, "StepLR", "plain", "one", 1, "elastic_checkpoint", (1, 1)),
+    Draw("deepspeed Muon", 1, "bf16", "", 1, 0.0, "", "plain", "one", 2),
+    Draw("torch AdamW", 0, "fp32", "", 1, 0.0, "", "experts", "one", 2),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
 """Configurations that once went wrong and that few draws are like."""

@@ -252,7 +252,7 @@ def _of_modules(run: _Run, draw: random.Random, here: bool, alone: bool) -> _Fau
     inner = run.model.module if hasattr(run.model, "module") else run.model
     own = inner.get_submodule(path)._parameters
     groups, state = run.optimizer.param_groups, run.optimizer.state
-    kept, states = [list(group["params"]) for group in groups], state.get(p)
+    kept, states = [list(group["params"]) for group in groups], dict(state)
     keys = ("weights", "module", "exp_avg", "exp_avg_sq", "step")
     if here:
         own[local] = None
@@ -264,8 +264,8 @@ def _of_modules(run: _Run, draw: random.Random, here: bool, alone: bool) -> _Fau
         own[local] = p
         for group, parameters in zip(groups, kept, strict=True):
             group["params"] = parameters
-        if states is not None:
-            state[p] = states
+        state.clear()  # in the order in which it was
+        state.update(states)
 
     options = {f"{key} of the group of {name}" for group in groups for key in group}
     return _Fault({*(f"{key} of {name}" for key in keys), *options, "the engine:"}, undo)

@@ -279,6 +279,22 @@ def test_values_of_ranks_that_differed_at_the_save_and_are_alike_now_are_named(c
     ]
 
 
+def test_states_of_zeros_that_were_not_saved_are_named(checkpoint: Checkpoint) -> None:
+    saved, live = (_ranks("replicated", 1, {}) for _ in range(2))
+    for rank in saved:  # as of a parameter that no batch has used
+        rank.pieces = {
+            place: held for place, held in rank.pieces.items() if place not in {(k, "scale") for k in STATES[1:]}
+        }
+        del rank.steps["scale"]
+    for value, notes in ((0.0, ["3 states of zeros that were not saved, such as exp_avg of scale"]), (1.0, [])):
+        for rank in live:
+            rank.steps["scale"] = value
+            for key in STATES[1:]:
+                rank.pieces[key, "scale"] = torch.full((1,), value), (1,), (0,)
+        found = _compared(saved, live, checkpoint)
+        assert (found.notes, bool(found.mismatches)) == (notes, bool(value))
+
+
 def test_weights_of_some_ranks_are_named(checkpoint: Checkpoint) -> None:
     """As in a pipeline: the first ranks have other weights than the last."""
     saved = _ranks("replicated", 1, {})

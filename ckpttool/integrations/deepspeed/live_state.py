@@ -37,7 +37,7 @@ from ckpttool.integrations.torch.live import (
 )
 from ckpttool.model import MODULE
 from ckpttool.model.names import plain_name
-from ckpttool.model.rank_digest import OF_OTHER_FORM
+from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
@@ -276,6 +276,9 @@ class _Reader:
             return
         flats = list(self._flats())
         for flat, parts in flats if self.live.partitions_states else ():
+            if flat.dim() != 1:
+                problem = f"has a partition of its masters in the shape {[*flat.shape]}, which is not flat"
+                raise PlanError("the engine", problem, "build a new engine, and load again")
             states = inner.state.get(flat, {})
             odd = [k for k, value in states.items() if value is not None and not self._fits(k, value, flat, parts)]
             self.unproven |= dict.fromkeys(odd, OF_OTHER_FORM)
@@ -370,8 +373,10 @@ class _Reader:
         """Return whether a state is a number, or has an element for each one of the master or of its parts."""
         if number_of(key, value, owner) is not None:
             return True
-        used = max((start + numel for _, start, numel, _ in parts), default=0)  # Muon's momentum has no padding
-        return isinstance(value, torch.Tensor) and value.numel() in {owner.numel(), used} and not wrapped_class(value)
+        if not isinstance(value, torch.Tensor) or wrapped_class(value):
+            return False
+        used = max((start + numel for _, start, numel, _ in parts), default=0)
+        return value.shape == owner.shape or (key == MOMENTUM and value.numel() in {owner.numel(), used})
 
     def _partition(self, key: str, name: str, values: Any, first: int) -> None:
         """Add a run of a parameter's elements, without the padding at its end."""
