@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.listing import NOT_FOLLOWED, OWN_ROOT, SKIPPED, UNREADABLE, Catalog, CatalogEntry
-from ckpttool.catalog.restore_order import Saved, last_after, newest_first
+from ckpttool.catalog.restore_order import Saved, last_after, may_follow, newest_first
 from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
@@ -278,17 +278,37 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
     ranks = {name: rank for rank, name in enumerate(reversed(names), 1)}
     model_of = {one.saved.name: one.entry.series for one in ordered}
     models = {*model_of.values()} - {""}
-    for model in models if len(models) > 1 else ():
-        own = [one for one in saved if model_of[one.name] in {model, ""}]
-        names = [one.name for one in newest_first(own, last_after(own, named)) if model_of[one.name] == model]
-        ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
-    return [one._replace(entry=replace(one.entry, rank=ranks[one.entry.name])) for one in every]
+    groups = [(saved, named)]
+    if len(models) > 1:
+        groups = []
+        for model in sorted(models):
+            own = [one for one in saved if model_of[one.name] in {model, ""}]
+            of_model = named if model_of.get(named) == model else ""
+            names = [one.name for one in newest_first(own, last_after(own, of_model)) if model_of[one.name] == model]
+            ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
+            groups.append(([one for one in own if model_of[one.name] == model], of_model))
+    whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.stage is not None}
+    resumes: dict[str, str] = {}
+    for own, of_model in groups:
+        last = max((one.name for one in own if one.name in whole), key=lambda name: ranks[name], default="")
+        first = next((one.name for one in newest_first(own, of_model) if one.name in whole), "")
+        after = may_follow([one for one in own if one.name in whole or one.name == of_model], of_model)
+        found_here = {first: "a restore takes it", after: "the last commit, which may be newer than latest"}
+        resumes |= {name: why for name, why in found_here.items() if name in whole - {last}}
+    return [
+        one._replace(entry=replace(one.entry, rank=ranks[one.entry.name], resumes=resumes.get(one.entry.name, "")))
+        for one in every
+    ]
 
 
 def _with_best(storage: Storage, root: str, found: Sequence[_Listed], problems: list[str]) -> list[CatalogEntry]:
     """Mark the checkpoints that the trainer's state names as the best: in the newest checkpoints, and in the root."""
-    newest = max((one.entry.rank for one in found if one.entry.whole), default=0)
-    recent = [one for one in found if one.entry.rank >= newest]
+    newest: dict[tuple[str, bool], int] = {}
+    for one in found:  # other checkpoints of the model may have no state of a trainer
+        if one.entry.whole:
+            kind = one.entry.series, bool(one.best)
+            newest[kind] = max(newest.get(kind, 0), one.entry.rank)
+    recent = [one for one in found if one.entry.rank >= newest.get((one.entry.series, bool(one.best)), 0)]
     problems += [one.problem for one in recent if one.problem and one.entry.whole]
     paths = [path for one in recent for path in one.best]
     try:

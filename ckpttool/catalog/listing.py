@@ -87,6 +87,8 @@ class CatalogEntry:
     """The names of its files, with "#" for each number."""
     committed: bool = False
     """Whether it has a manifest of ckpttool."""
+    resumes: str = field(default="", metadata={"json": False})
+    """Why a run may resume from it, though it is not the newest whole one in the order; "" if none does."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 

@@ -116,6 +116,26 @@ def last_after(found: Sequence[Saved], named: str) -> str:
     return named
 
 
+def may_follow(found: Sequence[Saved], named: str) -> str:
+    """Return the last commit that may have been trained from the one that ``latest`` names; "" without one.
+
+    Rotation, or a copy that was cut off before ``latest``, leaves out commits between them: their numbers show that the
+    chain of parents may lead to it. A commit that another branch has abandoned has a parent of a number that is there.
+    """
+    current = next((one for one in found if one.name == named), None)
+    if current is None or not current.number:
+        return ""
+    by_attempt = {one.attempt: one for one in found if one.attempt}
+    later = []
+    for one in found:
+        first = one
+        while (above := by_attempt.get(first.parent)) is not None and above.number < first.number:
+            first = above
+        if first.number - 1 > current.number:
+            later.append(one)
+    return max(later, key=lambda one: (one.number, one.step)).name if later else ""
+
+
 def candidates(storage: Storage, root: str) -> list[Found]:
     """Return the checkpoints from which a run can resume, best first.
 

@@ -173,6 +173,7 @@ def _standing(entry: CatalogEntry) -> list[str]:
         *([NAMED] if entry.latest else []),
         *([REPORTED] if entry.reported else []),
         *(["the trainer's best"] if entry.best else []),
+        *([entry.resumes] if entry.resumes and not entry.latest else []),
         *([] if entry.pin is None else [printable(f"pinned by {entry.pin.who or '?'}: {entry.pin.why}", 300)]),
     ]
 

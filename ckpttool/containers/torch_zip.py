@@ -209,7 +209,8 @@ def _read_directory(reader: RangeReader, max_nbytes: int) -> tuple[ByteRange, in
         tail = reader.read(tail_start, size)
         at = tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size > len(tail):
-        if _END64_MAGIC in tail:  # it follows the directory: nothing but the very end is lost
+        last = tail.rfind(_END64_MAGIC)
+        if last >= 0 and len(tail) - last >= _END64.size + _LOCATOR64.size + _END.size:  # no byte is missing
             raise ContainerError(reader.path, "the end of its zip directory is damaged", _DAMAGED_HINT)
         raise TruncatedError(reader.path, f"is cut off: only its first {size:,} bytes are there", _DAMAGED_HINT)
     end_start = size - len(tail) + at

@@ -77,6 +77,17 @@ def test_the_trainers_best_stays(thin: str | None, tmp_path: Path) -> None:
     assert [e.name for e in api.ls(tmp_path).entries if e.best] == ["checkpoint-3"]
 
 
+@pytest.mark.parametrize("other", ["zero2-dp2-bf16", "zero2-dp2-bf16-trainer"])
+def test_the_trainers_best_stays_beside_a_newer_checkpoint_of_no_trainer(other: str, tmp_path: Path) -> None:
+    """A critic, or a last save of DeepSpeed's own, in the output of a Trainer."""
+    _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6", "checkpoint-9"])
+    tag = next(path for path in Path(source(other)).rglob("global_step*") if path.is_dir())
+    shutil.copytree(tag, tmp_path / "global_step30")
+    decisions = {one.entry.name: one for one in api.prune(tmp_path, keep_last=1)}
+    assert (decisions["checkpoint-3"].keep, decisions["checkpoint-3"].reason) == (True, "the trainer's best")
+    assert not decisions["checkpoint-6"].keep
+
+
 def test_the_state_in_the_output_folder_counts_too(tmp_path: Path) -> None:
     _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6", "checkpoint-9"], best=None)
     (tmp_path / TRAINER_STATE).write_text(json.dumps({"best_model_checkpoint": "out/checkpoint-6/"}))

@@ -27,6 +27,7 @@ from tests.faults.s3_proxy import Proxy
 from tests.saving.checkpoints import SIDECARS, chosen, part, save_version, version
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from ckpttool.storage import Entry
@@ -183,6 +184,52 @@ def test_nothing_is_abandoned_until_a_run_that_went_back_saves(tmp_path: Path) -
     assert candidates(LOCAL, str(tmp_path))[0].tag == "step20"
     ckpttool.prune(tmp_path, keep_last=2)
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {"step20", "step40", "step50"}
+
+
+def _rotated(root: Path, latest: str, gone: Sequence[int]) -> None:
+    """A run that saved at steps 10 to 80; a copy has an older ``latest``, and some checkpoints are not there."""
+    for step in range(10, 90, 10):
+        save_version(LOCAL, str(root), Alone(), f"step{step}", step)
+    (root / "latest").write_text(latest)
+    for step in gone:
+        shutil.rmtree(root / f"step{step}")
+
+
+@pytest.mark.parametrize("how", ["prune", "maintain"])
+@pytest.mark.parametrize(
+    ("latest", "gone", "kept"),
+    [
+        ("step20", (30, 40, 50, 60), {20, 80}),  # latest of an older copy, after a rotation
+        ("step10", (30,), {10, 20, 80}),
+        ("step20", (), {20, 80}),
+    ],
+)
+def test_the_last_commit_is_kept_though_commits_before_it_are_gone(
+    how: str, latest: str, gone: tuple[int, ...], kept: set[int], tmp_path: Path
+) -> None:
+    _rotated(tmp_path, latest, gone)
+    if how == "prune":
+        ckpttool.prune(tmp_path, keep_last=1)
+    else:
+        maintain(LOCAL, str(tmp_path), Rules(last=1), grace=0)
+    assert {int(p.name[4:]) for p in tmp_path.iterdir() if p.is_dir()} == kept
+
+
+@pytest.mark.parametrize("gone", [(), (10, 50, 60)])
+def test_a_prune_keeps_what_a_restore_takes_though_latest_names_a_torn_one(
+    gone: tuple[int, ...], tmp_path: Path
+) -> None:
+    _rotated(tmp_path, "step30", gone)
+    next((tmp_path / "step30").glob("*.pt")).unlink()
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert {"step20", "step30", "step80"} <= {p.name for p in tmp_path.iterdir()}
+    assert [one.tag for one in candidates(LOCAL, str(tmp_path))[:2]] == ["step30", "step20"]
+
+
+def test_an_abandoned_branch_is_not_taken_for_later_commits(rewound: Path) -> None:
+    shutil.rmtree(rewound / "step30")
+    ckpttool.prune(rewound, keep_last=1)
+    assert {p.name for p in rewound.iterdir() if p.is_dir()} == {"step35"}
 
 
 def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) -> None:

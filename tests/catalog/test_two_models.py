@@ -163,6 +163,16 @@ def test_latest_of_another_model_abandons_nothing(tmp_path: Path) -> None:
     assert _left(str(tmp_path)) == {"disc_step4", "global_step3"}
 
 
+def test_a_torn_latest_of_an_unknown_model_abandons_nothing(tmp_path: Path) -> None:
+    """The names of two models are of one pattern."""
+    for tag, step in (("global_step6", 6), ("B_step7", 7), ("global_step8", 8)):
+        commit(tmp_path, tag, step, MODELS["b"])
+    _make(tmp_path, {"global_step4": "zero2-dp2-bf16-sgd", "global_step7": "zero2-dp2-bf16-sgd"}, "global_step7")
+    next((tmp_path / "global_step7").glob("*rank_1*optim_states.pt")).unlink()
+    ckpttool.prune(tmp_path, keep_last=1)
+    assert _left(str(tmp_path)) >= {"global_step8", "global_step4", "global_step7"}
+
+
 def test_the_error_has_the_directories(tmp_path: Path) -> None:
     _make(tmp_path, OF_SAVE, "pytorch_model_1")
     with pytest.raises(SeveralModelsError) as caught:
@@ -225,13 +235,22 @@ def test_a_torn_one_of_an_unknown_model_is_kept_beside_others(tmp_path: Path) ->
     assert not (tmp_path / "gen1").exists()
 
 
-@pytest.mark.parametrize("name", ["scheduler.pt", "rng_state_1.pth", "model.safetensors"])
-def test_a_folder_with_a_file_that_is_cut_off_is_not_the_newest_whole_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("scheduler.pt", 100),
+        ("scheduler.pt", 1),
+        ("rng_state_1.pth", 22),
+        ("rng_state_1.pth", 94),
+        ("model.safetensors", 1),
+    ],
+)
+def test_a_folder_with_a_file_that_is_cut_off_is_not_the_newest_whole_one(name: str, lost: int, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         shutil.copytree(source("zero2-dp2-bf16-trainer"), tmp_path / f"checkpoint-{step}")
     assert all(entry.whole for entry in ckpttool.ls(tmp_path).entries)
     cut = tmp_path / "checkpoint-3" / name
-    cut.write_bytes(cut.read_bytes()[:-100])
+    cut.write_bytes(cut.read_bytes()[:-lost])
     last = ckpttool.ls(tmp_path).entries[-1]
     assert (last.condition, str(last.problem).startswith(f"{name}: is cut off")) == ("torn", True)
     ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
