@@ -288,12 +288,16 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
             ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
             groups.append(([one for one in own if model_of[one.name] == model], of_model))
     whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.stage is not None}
+    mixed = {one.entry.name for one in ordered if one.entry.mixed}
     resumes: dict[str, str] = {}
     for own, of_model in groups:
         last = max((one.name for one in own if one.name in whole), key=lambda name: ranks[name], default="")
         first = next((one.name for one in newest_first(own, of_model) if one.name in whole), "")
         after = may_follow([one for one in own if one.name in whole or one.name == of_model], of_model)
         found_here = {first: "a restore takes it", after: "the last commit, which may be newer than latest"}
+        if last in mixed:
+            sound = max((one.name for one in own if one.name in whole - mixed), key=lambda n: ranks[n], default="")
+            found_here[sound] = f"{last} may be of two saves"
         resumes |= {name: why for name, why in found_here.items() if name in whole - {last}}
     return [
         one._replace(entry=replace(one.entry, rank=ranks[one.entry.name], resumes=resumes.get(one.entry.name, "")))
@@ -438,6 +442,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         pin=find_pin(storage, path),
         torn=torn,
         being_saved=being_saved,
+        mixed=checkpoint is not None and any("two saves are mixed" in str(note) for note in checkpoint.notes),
         state=state,
         series=""
         if checkpoint is None

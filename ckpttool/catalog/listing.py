@@ -89,6 +89,8 @@ class CatalogEntry:
     """Whether it has a manifest of ckpttool."""
     resumes: str = field(default="", metadata={"json": False})
     """Why a run may resume from it, though it is not the newest whole one in the order; "" if none does."""
+    mixed: bool = field(default=False, metadata={"json": False})
+    """Whether its files may be of two saves: a note of ``inspect``."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 

@@ -23,7 +23,7 @@ from ckpttool.storage.base import DAMAGED, PIN
 from ckpttool.storage.safe_files import is_temporary
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from ckpttool.storage import Entry, Storage, WritableStorage
 
@@ -58,7 +58,7 @@ def own_files(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
     return ((directory, e) for directory, entries in own_directories(storage, path) for e in entries if not e.is_dir)
 
 
-def state_of(storage: Storage, path: str, without: Collection[str] = ()) -> str:
+def state_of(storage: Storage, path: str) -> str:
     """Return a text that changes when a file below a path is written or removed, as by a save, a pin or a marker.
 
     A caller takes it before it decides about a checkpoint, and compares it before it changes the checkpoint, because a
@@ -67,13 +67,26 @@ def state_of(storage: Storage, path: str, without: Collection[str] = ()) -> str:
     Args:
         storage: The storage of the path.
         path: The path.
-        without: Names of files that do not count.
 
     Raises:
         StorageError: A directory cannot be listed.
     """
-    files = ((f"{directory}/{e.name}", e) for directory, e in own_files(storage, path) if e.name not in without)
+    files = ((f"{directory}/{e.name}", e) for directory, e in own_files(storage, path))
     found = sorted((name, e.nbytes, e.version) for name, e in files)
+    return f"{crc32(repr(found).encode()):08x}"
+
+
+def _content_of(storage: Storage, path: str) -> str:
+    """Return a text that changes when a file of a checkpoint is rewritten, not when the checkpoint is moved or copied.
+
+    A copy must keep the times of modification.
+    """
+    files = ((posixpath.relpath(directory, path), e) for directory, e in own_files(storage, path))
+    found = sorted(
+        (directory, e.name, e.nbytes, e.version if storage.remote else f"{e.modified}")
+        for directory, e in files
+        if e.name not in BESIDE
+    )
     return f"{crc32(repr(found).encode()):08x}"
 
 
@@ -89,7 +102,7 @@ def mark_damaged(storage: WritableStorage, path: str, problem: str, *, for_good:
     Raises:
         StorageError: The mark cannot be written.
     """
-    state = None if for_good else state_of(storage, path, BESIDE)
+    state = None if for_good else _content_of(storage, path)
     storage.put(posixpath.join(path, DAMAGED), json.dumps({"problem": problem, "state": state}).encode())
 
 
@@ -107,7 +120,7 @@ def damage_of(storage: Storage, path: str) -> str | None:
         problem, state = str(found["problem"]), found["state"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return "its mark is damaged"
-    return problem if state in {None, state_of(storage, path, BESIDE)} else None
+    return problem if state in {None, _content_of(storage, path)} else None
 
 
 def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,10 +26,10 @@ from ckpttool.storage import LOCAL, MANIFEST, MARK, LocalStorage, open_storage
 from tests.faults.rules import Before
 from tests.faults.s3_proxy import Proxy
 from tests.saving.checkpoints import SIDECARS, chosen, part, save_version, version
+from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from ckpttool.storage import Entry
     from tests.storage.server import Bucket
@@ -224,6 +225,20 @@ def test_a_prune_keeps_what_a_restore_takes_though_latest_names_a_torn_one(
     ckpttool.prune(tmp_path, keep_last=1)
     assert {"step20", "step30", "step80"} <= {p.name for p in tmp_path.iterdir()}
     assert [one.tag for one in candidates(LOCAL, str(tmp_path))[:2]] == ["step30", "step20"]
+
+
+def test_the_newest_one_before_a_mixture_of_two_saves_is_kept(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tags = [tmp_path / f"global_step{step}" for step in (1, 2, 3)]
+    for tag in tags:
+        shutil.copytree(Path(source("zero2-dp2-bf16")) / "global_step3", tag)
+    state = tags[2] / "mp_rank_00_model_states.pt"
+    values = torch.load(state, weights_only=False)
+    torch.save({**values, "global_steps": 9}, state)
+    (tmp_path / "latest").write_text("global_step3")
+    decisions = ckpttool.prune(tmp_path, keep_last=1)
+    assert [one.keep for one in decisions] == [False, True, True]
+    assert decisions[1].reason == "global_step3 may be of two saves"
 
 
 def test_an_abandoned_branch_is_not_taken_for_later_commits(rewound: Path) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import posixpath
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -276,3 +277,24 @@ def test_a_torn_one_with_files_of_another_sort_stays(where: Where) -> None:
     (decision,) = (d for d in ckpttool.prune(root, torn=True, grace=0) if d.entry.name == "step6")
     assert decision.keep
     assert storage.read_text(f"{root}/{LATEST}") == "step6"
+
+
+@pytest.mark.parametrize("spelled", ["relative", "dots", "link", "copy"])
+def test_a_mark_holds_whatever_the_path_of_the_checkpoint_is(
+    spelled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag = tmp_path / "root/step3"
+    (tag / "inner").mkdir(parents=True)
+    for name in ("model.pt", "inner/optimizer.pt"):
+        (tag / name).write_bytes(b"x")
+    mark_damaged(LOCAL, str(tag), "why", for_good=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    path = {"relative": "root/step3", "dots": f"{tmp_path}/./root/step3", "link": "link/step3", "copy": "copy/step3"}[
+        spelled
+    ]
+    assert damage_of(LOCAL, path) == "why"
+    (tag / "model.pt").write_bytes(b"y")
+    os.utime(tag / "model.pt", (1, 1))  # repaired
+    assert damage_of(LOCAL, str(tag)) is None
