@@ -202,6 +202,7 @@ def _rotated(root: Path, latest: str, gone: Sequence[int]) -> None:
     [
         ("step20", (30, 40, 50, 60), {20, 80}),  # latest of an older copy, after a rotation
         ("step10", (30,), {10, 20, 80}),
+        ("step20", (30,), {20, 80}),
         ("step20", (), {20, 80}),
     ],
 )
@@ -241,10 +242,13 @@ def test_the_newest_one_before_a_mixture_of_two_saves_is_kept(tmp_path: Path) ->
     assert decisions[1].reason == "global_step3 may be of two saves"
 
 
-def test_an_abandoned_branch_is_not_taken_for_later_commits(rewound: Path) -> None:
-    shutil.rmtree(rewound / "step30")
+@pytest.mark.parametrize("latest", ["step35", "step25"])
+def test_an_abandoned_branch_is_not_taken_for_later_commits(latest: str, rewound: Path) -> None:
+    for name in {"step30", "step50", "step35"} - {latest}:
+        shutil.rmtree(rewound / name)
+    (rewound / "latest").write_text(latest)
     ckpttool.prune(rewound, keep_last=1)
-    assert {p.name for p in rewound.iterdir() if p.is_dir()} == {"step35"}
+    assert {p.name for p in rewound.iterdir() if p.is_dir()} == {latest}
 
 
 def test_commits_in_a_run_of_ray_are_ordered_by_their_numbers(tmp_path: Path) -> None:

@@ -198,6 +198,17 @@ def _left_out(proof: ckpttool.Proof) -> str:
     return "; ".join(proof.unproven)
 
 
+def test_one_element_with_a_stride_is_digested(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    net = torch.nn.Module()
+    net.one = torch.nn.Parameter(torch.ones(2)[::2])
+    assert net.one.stride() == (2,)
+    dcp.save({"model": net.state_dict()}, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    assert str(ckpttool.prove(net, tmp_path / "a")).startswith("proven: 1 tensors")
+
+
 def test_parts_that_one_side_alone_has_are_named(tmp_path: Path, run: _Trained) -> None:
     path = run.save(tmp_path / "a")
     assert _left_out(ckpttool.prove(run.net, path, optimizer=run.optimizer)) == ""

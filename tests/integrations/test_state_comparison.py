@@ -295,6 +295,32 @@ def test_states_of_zeros_that_were_not_saved_are_named(checkpoint: Checkpoint) -
         assert (found.notes, bool(found.mismatches)) == (notes, bool(value))
 
 
+def test_a_scheduler_that_the_first_rank_alone_lacks_is_named(checkpoint: Checkpoint) -> None:
+    saved = _ranks("replicated", 1, {})
+    recorded = StateDigest.from_json(merge([rank.digest() for rank in saved]).state.to_json())
+    first, *others = [rank.digest() for rank in saved]
+    found = compare(recorded, [replace(first, values={}), *others], checkpoint, Scope())
+    assert [str(one) for one in found.mismatches] == ["scheduler.last_epoch is missing on rank 0, but was saved as 3"]
+
+
+def test_settings_of_the_loss_scale_that_the_run_lacks_are_named(checkpoint: Checkpoint) -> None:
+    saved = [rank.digest() for rank in _ranks("replicated", 1, {})]
+    recorded = merge([replace(one, values={**one.values, "loss_scale.cur_iter": "3"}) for one in saved]).state
+    live = [replace(one, values={**one.values, "loss_scale.cur_scale": "8"}) for one in saved]
+    found = compare(
+        replace(recorded, values={**recorded.values, "loss_scale.cur_scale": "8"}), live, checkpoint, Scope()
+    )
+    assert found.mismatches == []
+    assert found.notes == ["loss_scale.cur_iter, which the live run does not have, or was not passed"]
+
+
+def test_a_new_tie_is_named(checkpoint: Checkpoint) -> None:
+    saved = [rank.digest() for rank in _ranks("replicated", 1, {})]
+    recorded = merge(saved).state
+    live = [replace(one, aliases={"b.weight": "a.weight"}) for one in saved]
+    assert compare(recorded, live, checkpoint, Scope()).notes == ["the tie of b.weight"]
+
+
 def test_weights_of_some_ranks_are_named(checkpoint: Checkpoint) -> None:
     """As in a pipeline: the first ranks have other weights than the last."""
     saved = _ranks("replicated", 1, {})
