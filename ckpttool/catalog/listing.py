@@ -90,7 +90,7 @@ class CatalogEntry:
     resumes: str = field(default="", metadata={"json": False})
     """Why a run may resume from it, though it is not the newest whole one in the order; "" if none does."""
     mixed: bool = field(default=False, metadata={"json": False})
-    """Whether its files may be of two saves: a note of ``inspect``."""
+    """Whether a note of ``inspect`` says that its files may be of two saves."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
@@ -106,7 +106,7 @@ class CatalogEntry:
 
     @property
     def is_unread(self) -> bool:
-        """Whether a file is not read: access is denied, or a link leads out of the root."""
+        """Whether a file cannot be read: access is denied, or a link leads out of the root."""
         problem = self.problem or ""
         return problem.startswith(UNREADABLE) or problem.endswith(NOT_FOLLOWED)
 

@@ -25,7 +25,7 @@ class Format(NamedTuple):
     reader: str
     """Module and function of the reader, imported when a checkpoint of the format is read."""
     tagged: bool
-    """Whether a root contains several checkpoints, each in the directory of its tag."""
+    """Whether a root may contain several checkpoints, each in the directory of its tag."""
     marker: str = ""
     """A file (or, with a final slash, a directory) that only this format has; "" if file names identify it."""
     last: tuple[str, ...] = ()

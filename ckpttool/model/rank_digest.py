@@ -156,9 +156,9 @@ class Merged(NamedTuple):
     holders: dict[str, list[int]]
     """Ranks that have each parameter; the shard of some may be empty."""
     other_forms: dict[str, list[int]]
-    """Ranks that have a state in another form than partitioned like the weights."""
+    """Ranks that have a state which is not partitioned like the weights."""
     spread: list[str]
-    """Weights that other ranks than those may have to have; experts of DeepSpeed are left out."""
+    """Weights that some ranks lack, as in a pipeline; without the experts of DeepSpeed."""
 
     @property
     def contradictions(self) -> list[Mismatch]:

@@ -79,10 +79,17 @@ def test_the_trainers_best_stays(thin: str | None, tmp_path: Path) -> None:
     assert [e.name for e in api.ls(tmp_path).entries if e.best] == ["checkpoint-3"]
 
 
-def test_the_trainers_best_stays_beside_a_newer_checkpoint_of_no_trainer(tmp_path: Path) -> None:
-    """A critic, or a last save of DeepSpeed's own, in the output of a Trainer."""
+@pytest.mark.parametrize("of_model", [True, False])
+def test_the_trainers_best_stays_beside_a_newer_checkpoint_of_no_trainer(of_model: bool, tmp_path: Path) -> None:
+    """A last save of the model by DeepSpeed alone, or a critic, in the output of a Trainer."""
+    torch = pytest.importorskip("torch")
     _trainer_run(tmp_path, ["checkpoint-3", "checkpoint-6", "checkpoint-9"])
-    save_version(LOCAL, str(tmp_path), Alone(), "global_step30", 30)
+    if of_model:
+        shutil.copytree(next((tmp_path / "checkpoint-9").glob("global_step*")), tmp_path / "global_step30")
+        state = tmp_path / "global_step30/mp_rank_00_model_states.pt"
+        torch.save({**torch.load(state, weights_only=False), "global_steps": 30}, state)
+    else:
+        save_version(LOCAL, str(tmp_path), Alone(), "global_step30", 30)
     decisions = {one.entry.name: one for one in api.prune(tmp_path, keep_last=1)}
     assert (decisions["checkpoint-3"].keep, decisions["checkpoint-3"].reason) == (True, "the trainer's best")
     assert not decisions["checkpoint-6"].keep

@@ -384,3 +384,34 @@ def test_experts_of_every_rank_are_recorded_and_proven(tmp_path: Path) -> None:
             copies = "the module's copies of 8 weights, whose digests were not recorded"
             assert left_out == (copies if name.endswith("background") else ""), name
             assert "deepspeed_experts.3.bias" in one["error"] or left_out, name
+
+
+def _padding(job: dict[str, Any], directory: Path) -> list[str]:
+    """Prove a run without the states of a group of which the last rank has padding alone."""
+    import deepspeed
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 4)
+    net.one = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([{"params": [net.weight, net.bias]}, {"params": [net.one]}])
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": job["stage"]}, "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
+    loss = (engine(torch.ones(4, 4, dtype=torch.bfloat16)) * net.one).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    ckpttool.CheckpointManager(directory / job["id"]).save(engine)
+    told = [str(ckpttool.prove(engine, directory / job["id"]))]
+    if torch.distributed.get_rank() == 1:
+        engine.optimizer.optimizer.state[[*engine.optimizer.optimizer.state][-1]].clear()
+    return [*told, engines.refusal(lambda: ckpttool.prove(engine, directory / job["id"]))]
+
+
+def test_states_of_padding_alone_are_compared(tmp_path: Path) -> None:
+    jobs = [{"id": f"z{stage}", "world_size": 2, "stage": stage} for stage in (1, 2)]
+    for same, lost in itertools.chain(*each_on_ranks(_padding, jobs, tmp_path).values()):
+        assert same.startswith("proven: ")
+        assert "exp_avg of one is missing on rank 1" in lost
