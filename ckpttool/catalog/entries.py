@@ -307,12 +307,10 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
 
 def _with_best(storage: Storage, root: str, found: Sequence[_Listed], problems: list[str]) -> list[CatalogEntry]:
     """Mark the checkpoints that the trainer's state names as the best: in the newest checkpoints, and in the root."""
-    newest: dict[tuple[str, bool], int] = {}
-    for one in found:  # other checkpoints of the model may have no state of a trainer
-        if one.entry.whole:
-            kind = one.entry.series, bool(one.best)
-            newest[kind] = max(newest.get(kind, 0), one.entry.rank)
-    recent = [one for one in found if one.entry.rank >= newest.get((one.entry.series, bool(one.best)), 0)]
+    newest: dict[str, int] = {}  # of each model: another one, and a save of no trainer, have no trainer's state
+    for one in (listed.entry for listed in found if listed.entry.whole):
+        newest[one.series] = max(newest.get(one.series, 0), one.rank)
+    recent = [one for one in found if one.entry.rank >= newest.get(one.entry.series, 0)]
     problems += [one.problem for one in recent if one.problem and one.entry.whole]
     paths = [path for one in recent for path in one.best]
     try:
