@@ -23,15 +23,14 @@ from ckpttool.commit.marks import (
     find_pin,
     is_alive,
     is_old,
-    is_unfinished,
     state_of,
-    unfinished_below,
 )
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats import is_whole, open_every
 from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named, trainer_folders
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import Found, named_tag, scan
+from ckpttool.formats.unfinished import is_unfinished, saved_by_another, unfinished_below
 from ckpttool.messages import printable
 from ckpttool.storage import (
     MARK,
@@ -75,8 +74,9 @@ def maintain(
         decisions = [] if rules is None else _decisions(storage, root, found, rules)
         doomed = {d.entry.path: d.entry.state for d in decisions if not d.keep and d.entry.path not in leftovers}
         whole = [one.path for one in unlinked if one.committed]
-        marks = (posixpath.join(path, MARK) for path in whole if "over" not in read_mark(storage, path))
-        marks_left = [mark for mark in marks if storage.exists(mark)]
+        finished = [path for path in whole if "over" not in read_mark(storage, path)]
+        finished += [one.path for one in unlinked if not one.committed and saved_by_another(storage, one.path)]
+        marks_left = [mark for path in finished if storage.exists(mark := posixpath.join(path, MARK))]
         marks_left += _left_over_files(storage, root, whole)
     except CkptError as error:
         LOG.warning("old checkpoints were not removed: %s", error)

@@ -15,7 +15,7 @@ from ckpttool.catalog.restore_order import Saved, last_after, may_follow, newest
 from ckpttool.catalog.snapshot import listed_by_ray
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED, commit_directory, read_manifest, size_problems
-from ckpttool.commit.marks import below, find_pin, is_alive, state_of, unfinished_below
+from ckpttool.commit.marks import below, find_pin, is_alive, state_of
 from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import read_torch_file
@@ -32,9 +32,10 @@ from ckpttool.formats.layouts import (
     is_of_trainer,
     step_in,
 )
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
+from ckpttool.formats.unfinished import refuse_unfinished, saved_by_another, unfinished_below
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
@@ -448,7 +449,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         sorts=sorts,
         committed=manifest is not None,
     )
-    marked = storage.exists(posixpath.join(directory, MARK))
+    marked = storage.exists(posixpath.join(directory, MARK)) and not saved_by_another(storage, directory)
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
     best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
     for above, _ in below(storage, path, TRAINER_STATE):

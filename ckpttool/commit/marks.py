@@ -131,13 +131,7 @@ def below(storage: Storage, path: str, prefix: str) -> Iterator[tuple[str, str]]
     return ((directory, e.name) for directory, e in own_files(storage, path) if e.name.startswith(prefix))
 
 
-def unfinished_below(storage: Storage, path: str) -> list[str]:
-    """Return the directories at or below a path into which a save has begun that is not committed."""
-    directories = dict.fromkeys(directory for directory, _ in below(storage, path, MARK))
-    return [directory for directory in directories if is_unfinished(storage, directory)]
-
-
-def is_unfinished(storage: Storage, directory: str) -> bool:
+def is_uncommitted(storage: Storage, directory: str) -> bool:
     """Return whether a save into a directory has begun and is not committed.
 
     A directory into which a command writes is not an unfinished save: it may contain other files, and only that command

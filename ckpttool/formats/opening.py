@@ -23,13 +23,13 @@ from ckpttool.formats.locate import (
     locate,
     refuse_part,
     refuse_rivals,
-    refuse_unfinished,
 )
 from ckpttool.formats.location import Location
 from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.table import formats_with_tags
+from ckpttool.formats.unfinished import refuse_unfinished
 from ckpttool.messages import name_some
 from ckpttool.storage import (
     WAIT,
@@ -47,6 +47,8 @@ from ckpttool.storage import (
 from ckpttool.storage.confined import local_storage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpttool.commit.checksummed import ChecksummedStorage
     from ckpttool.formats.fields import Report
     from ckpttool.model import Checkpoint
@@ -199,10 +201,23 @@ def open_every(storage: Storage, path: str) -> list[Checkpoint]:
     Raises:
         CkptError: As for ``open_whole``.
     """
+    return _each(partial(open_whole, storage), path)
+
+
+def open_unfinished(storage: Storage, path: str) -> list[Checkpoint]:
+    """Open the checkpoint of an unfinished save as ``open_every``; checkpoints beside it are not compared.
+
+    Raises:
+        CkptError: It is incomplete or damaged.
+    """
+    return _each(partial(open_checkpoint, storage=storage, unfinished=True, module_only=True), path)
+
+
+def _each(open_: Callable[[str], Checkpoint], path: str) -> list[Checkpoint]:
     try:
-        return [open_whole(storage, path)]
+        return [open_(path)]
     except SeveralModelsError as error:
-        return [open_whole(storage, one) for one in error.directories]
+        return [open_(one) for one in error.directories]
 
 
 def open_whole(

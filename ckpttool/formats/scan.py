@@ -90,8 +90,10 @@ class Found:
 
     @property
     def marked(self) -> bool:
-        """Whether the directory has an in-progress marker."""
-        return any(entry.name == MARK for entry in self.entries)
+        """Whether the directory has an in-progress marker, and no other program has saved its tag since."""
+        from ckpttool.formats.unfinished import saved_by_another  # few checkpoints have the marker
+
+        return any(e.name == MARK for e in self.entries) and not saved_by_another(self.storage, self.path)
 
     @cached_property
     def damage(self) -> str | None:

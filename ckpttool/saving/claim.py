@@ -26,7 +26,6 @@ from ckpttool.commit.marks import (
     identity,
     is_alive,
     is_old,
-    is_unfinished,
     mark_damaged,
     state_of,
 )
@@ -34,11 +33,12 @@ from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.formats import can_resume, is_whole, open_every
 from ckpttool.formats.layouts import WEIGHTS
 from ckpttool.formats.nested import why_kept
-from ckpttool.formats.scan import commits, has_files_of_tag, scan
+from ckpttool.formats.scan import commits, has_files_of_tag, scan, tag_in
+from ckpttool.formats.unfinished import is_unfinished
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import name_some
 from ckpttool.saving.files import put_new
-from ckpttool.storage import MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
+from ckpttool.storage import LATEST, MANIFEST, MARK, aside_name, find_text, is_half_removed, is_linked, walk
 from ckpttool.storage.base import SET_ASIDE
 
 if TYPE_CHECKING:
@@ -147,7 +147,9 @@ class Claim:
         """
         self.attempt = secrets.token_hex(8)
         ALIVE.add(self.attempt)
-        mark = json.dumps({"key": f"save {self.attempt}", "files": [], **identity()}).encode()
+        latest = posixpath.join(self.root, LATEST)
+        named = tag_in(find_text(self._storage, latest) or "") if self._storage.is_dir(self.root) else ""
+        mark = json.dumps({"key": f"save {self.attempt}", "files": [], "latest": named, **identity()}).encode()
         if state == "unfinished":
             self._take_over(mark)
             return self.attempt

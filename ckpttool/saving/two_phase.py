@@ -25,6 +25,7 @@ from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import commits, scan, tag_in
+from ckpttool.formats.unfinished import saved_by_another
 from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
@@ -231,6 +232,7 @@ def _finish(
         claim.check()
         committed = True
         if request.latest:
+            _settle_other(storage, root, tag_in(named or ""))
             storage.put(latest, request.tag.encode())
     except CkptError:
         # All ranks have sent their results, so no rank writes any more.
@@ -346,6 +348,13 @@ def _not_saved(claim: Claim, failures: Mapping[int, CkptError]) -> RankError:
     text = first.problem if first.path == claim.directory else str(first)
     more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
     return RankError(claim.directory, f"was not saved: rank {rank}: {text}{more}", "nothing was committed")
+
+
+def _settle_other(storage: WritableStorage, root: str, tag: str) -> None:
+    """Delete the marker of a killed save if another program has saved its tag since, while ``latest`` shows it."""
+    directory = posixpath.join(root, tag)
+    if tag and not is_linked(storage, root, directory) and saved_by_another(storage, directory):
+        storage.delete([posixpath.join(directory, MARK)])
 
 
 def settle(storage: WritableStorage, root: str, tag: str) -> None:

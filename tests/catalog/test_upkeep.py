@@ -309,7 +309,7 @@ def test_prune_removes_what_is_torn_and_nothing_that_may_be_being_saved(root: Pa
     fixture = Path(source("zero2-dp2-bf16"), "global_step3")
     for name in ("step0_cut", "step0_fresh", "step9_dead", "step9_alive", "step9_far"):
         shutil.copytree(fixture, root / name)
-    for name in ("step0_cut", "step0_fresh"):
+    for name in ("step0_cut", "step0_fresh", "step9_dead"):
         (root / name / "mp_rank_00_model_states.pt").unlink()
     began = identity()
     marks = {"dead": {**began, "process": 1, "began": "0"}, "alive": {**began, "process": os.getppid()}}

@@ -8,6 +8,7 @@ import json
 import os
 import posixpath
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,13 +18,13 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import damage_of, mark_damaged, state_of
+from ckpttool.commit.marks import damage_of, identity, mark_damaged, state_of
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.formats import open_whole
 from ckpttool.saving.claim import Skipped, mark_skipped
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
-from ckpttool.storage import LATEST, LOCAL, MANIFEST, open_storage, walk
+from ckpttool.storage import LATEST, LOCAL, MANIFEST, MARK, open_storage, walk
 from ckpttool.storage.base import DAMAGED
 from tests.faults.disks import CHANGES, Killed, watching
 from tests.faults.rules import Kill, Rule
@@ -298,3 +299,77 @@ def test_a_mark_holds_whatever_the_path_of_the_checkpoint_is(
     (tag / "model.pt").write_bytes(b"y")
     os.utime(tag / "model.pt", (1, 1))  # repaired
     assert damage_of(LOCAL, str(tag)) is None
+
+
+def _killed(where: Where, tag: str, number: int) -> None:
+    """Leave what a killed save leaves: its marker, long ago, and the files of some ranks."""
+    storage, root = where
+    named = storage.read_text(f"{root}/{LATEST}") if storage.exists(f"{root}/{LATEST}") else ""
+    mark = {**identity(), "key": "save killed", "files": [], "latest": named, "process": 1, "began": "0"}
+    storage.make_directory(f"{root}/{tag}")
+    storage.put(f"{root}/{tag}/{MARK}", json.dumps(mark).encode())
+    name, data = next(iter(version(number).items()))
+    storage.put(f"{root}/{tag}/{name}", data)
+    if storage.remote:
+        time.sleep(1.1)  # objects have times in seconds
+    else:
+        os.utime(f"{root}/{tag}/{MARK}", (1e9, 1e9))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tag_that_deepspeed_saved_after_a_killed_save_is_its_checkpoint(where: Where, later: bool) -> None:
+    storage, root = where
+    save_version(storage, root, Alone(), "step3", 3)
+    _killed(where, "step4", 4)
+    storage.refresh([])
+    assert [e.torn for e in ckpttool.ls(root).entries] == [None, "uncommitted"]
+    _plain(where, "step4", 4)
+    if later:
+        _plain(where, "step5", 5)
+    storage.refresh([])
+    newest = "step5" if later else "step4"
+    assert [e.whole for e in ckpttool.ls(root).entries] == [True] * (3 if later else 2)
+    assert ckpttool.inspect(root).tag == newest
+    assert [one.tag for one in candidates(storage, root)][:2] == (["step5", "step4"] if later else ["step4", "step3"])
+    before = _files(where, "step4")
+    ckpttool.prune(root, torn=True, grace=0)
+    maintain(storage, root, Rules(last=1), grace=0)
+    save_version(storage, root, Alone(), "step6", 6)
+    maintain(storage, root, Rules(last=3), grace=0)
+    storage.refresh([])
+    assert before.pop(MARK)
+    assert _files(where, "step4") == before
+    with pytest.raises(StorageError, match="holds other files"):
+        _save(where, "step4", 4, None)
+
+
+def test_a_torn_save_beside_a_later_one_of_deepspeed_is_not_its_checkpoint(where: Where) -> None:
+    storage, root = where
+    _killed(where, "step4", 4)
+    _plain(where, "step5", 5)
+    storage.refresh([])
+    assert {e.name: e.torn for e in ckpttool.ls(root).entries} == {"step4": "uncommitted", "step5": None}
+    ckpttool.prune(root, torn=True, grace=0)
+    storage.refresh([])
+    assert [e.name for e in ckpttool.ls(root).entries] == ["step5"]
+
+
+def test_a_killed_save_whose_files_are_all_written_is_not_finished(where: Where) -> None:
+    storage, root = where
+    _plain(where, "step3", 3)
+    if storage.remote:
+        time.sleep(1.1)
+    _plain(where, "step4", 4)
+    storage.put(f"{root}/{LATEST}", b"step3")
+    _killed(where, "step4", 4)
+    for name in ("step3", "step4", "."):  # the marker is the newest
+        if not storage.remote:
+            for file in os.scandir(f"{root}/{name}"):
+                os.utime(file, (9e8, 9e8))
+    if not storage.remote:
+        os.utime(f"{root}/step4/{MARK}", (1e9, 1e9))
+    storage.refresh([])
+    assert {e.name: e.torn for e in ckpttool.ls(root).entries} == {"step3": None, "step4": "uncommitted"}
+    _save(where, "step4", 4, None)
+    assert MANIFEST in _files(where, "step4")
+    assert not storage.exists(f"{root}/step4.damaged")

@@ -22,12 +22,12 @@ import torch
 
 from ckpttool.catalog.restore_order import candidates, newest
 from ckpttool.catalog.runs import trainer_commits
-from ckpttool.commit.marks import is_unfinished
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats import open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
+from ckpttool.formats.unfinished import is_unfinished
 from ckpttool.integrations.deepspeed.load import restore_engine
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
