@@ -49,10 +49,11 @@ class Budget:
         self._began = time.process_time()
 
     def note_file(self, path: str, nbytes: int) -> None:
-        """Raise the limits for an opened file; each file counts once."""
+        """Raise the limits for an opened file, or a part of it; each file counts once."""
         with self._lock:
-            self._nbytes += nbytes - self._files.get(path, 0)
-            self._files[path] = nbytes
+            known = self._files.get(path, 0)
+            self._nbytes += max(0, nbytes - known)
+            self._files[path] = max(nbytes, known)
 
     def left(self, what: Allowance) -> float:
         """Return the amount that is left of a resource."""

@@ -140,6 +140,35 @@ class Records(Sequence[Record]):
     __hash__ = None  # type: ignore[assignment]  # compared by value
 
 
+class ChunkRecords(Sequence[Record]):
+    """The records of the archives within one file, with the name of the chunk before each name.
+
+    Args:
+        chunks: Name of each chunk, its first byte in the file, and the records of its archive.
+    """
+
+    __slots__ = ("_chunks",)
+
+    def __init__(self, chunks: Iterable[tuple[str, int, Sequence[Record]]] = ()) -> None:
+        self._chunks = tuple(chunks)
+
+    def __len__(self) -> int:
+        return sum(len(records) for _, _, records in self._chunks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        for chunk, first, records in self._chunks:
+            for name, where, crc in records:
+                yield Record(f"{chunk}: {name}", ByteRange(first + where.start, first + where.end), crc)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value
+
+
 _PLACE = struct.Struct("<3q")
 
 

@@ -98,6 +98,7 @@ def test_budget_grows_with_the_files() -> None:
     small, large = Budget(), Budget()
     for _ in range(2):  # a file counts once
         large.note_file("a", 1 << 40)
+    large.note_file("a", 1 << 10)  # a part of it
     assert small.left(MEMORY) == MEMORY.base
     assert large.left(MEMORY) == MEMORY.base + MEMORY.per_byte * (1 << 40)
     with refused(ContainerError):

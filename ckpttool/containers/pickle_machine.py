@@ -76,7 +76,8 @@ class Machine:
         """Charge ``nbytes`` of memory to the pickle; refuse it if the budget is exceeded."""
         self.memory_left -= nbytes
         if self.memory_left < 0:
-            raise RefusedError(f"reading it may take more than {self.memory:,} bytes of memory")
+            problem = f"reading it may take more than {self.memory:,} bytes of memory"
+            raise RefusedError(problem, "if you trust the file, load it with the framework that wrote it")
 
     # ------------------------------------------------------------------------------------------- reading operands
 

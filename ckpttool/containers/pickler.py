@@ -21,7 +21,7 @@ from ckpttool.errors import PlanError
 from ckpttool.messages import brief
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _TYPED_STORAGES = {d.name for d in BY_STORAGE_CLASS.values()}
 _POP, _POP_MARK = b"0", b"1"
@@ -191,7 +191,7 @@ class _PickleWriter:
             self.out += {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t")
             self.remember(id(value))
 
-    def append_all(self, values: list[Any], depth: int) -> None:
+    def append_all(self, values: Sequence[Any], depth: int) -> None:
         if values:
             self.out += b"("
             for value in values:

@@ -15,6 +15,8 @@ Source: CPython, Modules/_pickle.c; torch 2.13, torch/_weights_only_unpickler.py
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,17 +24,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.budget import MEMORY, left, spend
 from ckpttool.containers.pickle_machine import Machine, RefusedError, Truncated
 from ckpttool.containers.torch_rebuild import DATA_REBUILDERS, TENSOR_REBUILDERS, rebuild_storage
-from ckpttool.containers.values import Opaque, OrderedDict, TensorRef, children
+from ckpttool.containers.values import NOTHING, Opaque, OrderedDict, TensorRef, children
 from ckpttool.errors import ContainerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckpttool.containers.values import StorageRef
 
 
 MAX_INT_BYTES = 1024
 """Longest integer, in bytes: turning a longer one into text takes quadratic time."""
+
+
+_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1 = b".\x94hjK\x85"
 
 
 def execute(m: Machine) -> Any:
@@ -42,19 +47,41 @@ def execute(m: Machine) -> Any:
         RefusedError: The pickle needs something that data does not, or takes too much memory.
         Truncated: The bytes end before the pickle does.
     """
-    data, end = m.data, len(m.data)
-    while m.position < end:
-        opcode = data[m.position]
-        m.position += 1
-        if opcode == _STOP:
-            if m.below or len(m.stack) != 1:
-                raise RefusedError("it does not end with one value")
-            return m.stack[0]
-        handler, cost = OPCODES[opcode]
-        m.memory_left -= cost
-        if m.memory_left < 0:
-            m.charge(0)
-        handler(m)
+    data, end, memo, stack = m.data, len(m.data), m.memo, m.stack
+    position, memory = m.position, m.memory_left
+    try:
+        while position < end:
+            opcode = data[position]
+            position += 1
+            handler, cost = OPCODES[opcode]
+            memory -= cost
+            # Most opcodes of a large pickle are these: a call of a function takes longer than they do.
+            if opcode == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+            elif opcode == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                position += 4
+            elif opcode == _BINGET:
+                stack.append(memo[data[position]])
+                position += 1
+            elif opcode == _BININT1:
+                stack.append(data[position])
+                position += 1
+            elif opcode == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif opcode == _STOP:
+                if m.below or len(stack) != 1:
+                    raise RefusedError("it does not end with one value")
+                m.memory_left = memory
+                return stack[0]
+            else:
+                m.position, m.memory_left = position, memory
+                if memory < 0:
+                    m.charge(0)
+                handler(m)
+                position, memory, stack = m.position, m.memory_left, m.stack
+    finally:
+        m.position = max(position, m.position)  # errors name it
     raise Truncated
 
 
@@ -243,9 +270,16 @@ def _append_items(target: Any, values: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, Opaque) and target.how != "global":
-        target.appended.extend(values)
+        target.appended = _grown(target.appended, values)
     else:
         raise RefusedError("values appended to something other than a list")
+
+
+def _grown(known: Sequence[Any], more: Iterable[Any]) -> list[Any]:
+    """Return the list of an Opaque with further values; most never have one."""
+    values = known if isinstance(known, list) else []
+    values.extend(more)
+    return values
 
 
 def _set_item(m: Machine) -> None:
@@ -267,7 +301,7 @@ def _set_items(m: Machine, target: Any, values: list[Any]) -> None:
         target.update(pairs)
     elif isinstance(target, Opaque) and target.how != "global":
         m.charge(40 * len(values))
-        target.items.extend(pairs)
+        target.items = _grown(target.items, pairs)
     else:
         raise RefusedError("items stored into something other than a dict")
 
@@ -344,7 +378,7 @@ def _reduce(m: Machine) -> None:
 
 def _new(m: Machine) -> None:
     args, cls = m.stack.pop(), m.stack.pop()
-    m.stack.append(_new_object(cls, args, {}))
+    m.stack.append(_new_object(cls, args, NOTHING))
 
 
 def _new_with_keywords(m: Machine) -> None:
@@ -355,7 +389,7 @@ def _new_with_keywords(m: Machine) -> None:
 def _new_object(cls: Any, args: Any, kwargs: Any) -> OrderedDict | Opaque:
     if (
         not isinstance(args, tuple)
-        or not isinstance(kwargs, dict)
+        or not (kwargs is NOTHING or isinstance(kwargs, dict))
         or not isinstance(cls, Opaque)
         or cls.how != "global"
     ):
@@ -363,7 +397,7 @@ def _new_object(cls: Any, args: Any, kwargs: Any) -> OrderedDict | Opaque:
     if (cls.module, cls.name) == ("collections", "OrderedDict") and not args and not kwargs:
         return OrderedDict()
     made = Opaque(cls.module, cls.name, "new", args)
-    made.kwargs = kwargs
+    made.kwargs = kwargs or NOTHING
     return made
 
 
@@ -397,8 +431,6 @@ def unknown(m: Machine) -> None:
     """Refuse an opcode that no checkpoint needs."""
     raise RefusedError(f"opcode {m.data[m.position - 1]:#04x} has no place in a checkpoint")
 
-
-_STOP = ord(".")
 
 # Bytes that an opcode may take, rounded up: the value, its place on the stack (8, and 24 in all while that grows) and,
 # for a container, its place in the check of the depth.
@@ -473,6 +505,8 @@ __all__ = ["MAX_DEPTH", "MAX_MEMORY_BYTES", "Truncated", "Unpickled", "unpickle"
 
 MAX_DEPTH = 200
 """Deepest nesting of containers: no checkpoint needs more, and more would exhaust the stack of other readers."""
+LARGE = 1 << 20
+"""Bytes of a pickle from which on reading it takes seconds."""
 MAX_MEMORY_BYTES = 3 << 29
 """Most memory that one pickle may take: one byte of pickle can take over two hundred."""
 
@@ -510,7 +544,8 @@ def unpickle(data: bytes, *, path: str, start: int = 0, max_memory_bytes: int | 
     allowed = left(MEMORY, MAX_MEMORY_BYTES if max_memory_bytes is None else max_memory_bytes)
     machine = Machine(data, start, allowed)
     try:
-        value = execute(machine)
+        with _without_collections(len(data) - start):
+            value = execute(machine)
         spend(MEMORY, allowed - machine.memory_left, path)
     except struct.error:
         raise Truncated from None  # only raised where fewer bytes are left than a number takes
@@ -527,6 +562,19 @@ def unpickle(data: bytes, *, path: str, start: int = 0, max_memory_bytes: int | 
         raise ContainerError(path, f"its pickle nests containers more than {MAX_DEPTH} deep", _FOREIGN_HINT)
     storages = machine.storages
     return Unpickled(value, machine.position, storages, {key: ref.nbytes for key, ref in storages.items()})
+
+
+@contextlib.contextmanager
+def _without_collections(nbytes: int) -> Iterator[None]:
+    """Let Python look for no cycles while a large pickle is read: each look visits all objects made so far."""
+    pauses = nbytes > LARGE and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
 
 
 _NESTING = (dict, list, tuple, set, frozenset, Opaque, TensorRef)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import itertools
+import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 class Size(tuple[int, ...]):
@@ -104,6 +105,8 @@ class TensorRef:
 
 
 _serials = itertools.count()
+NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+"""No keyword arguments: metadata of large checkpoints has hundreds of thousands of objects without any."""
 
 
 class Opaque:
@@ -137,14 +140,14 @@ class Opaque:
         """The called function, if it is itself the result of a call and not ``module.name``."""
         self.serial = next(_serials)
         """Ascending in the order of creation: gives sets of Opaque an order when they are written."""
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs: Mapping[str, Any] = NOTHING
         self.stated = False
         """Whether a state was given."""
         self.state: Any = None
         """The argument of ``__setstate__``."""
-        self.items: list[tuple[Any, Any]] = []
+        self.items: Sequence[tuple[Any, Any]] = ()
         """Keys and values stored into it, for subclasses of dict."""
-        self.appended: list[Any] = []
+        self.appended: Sequence[Any] = ()
         """Values appended to it, for subclasses of list."""
 
     @property

@@ -12,7 +12,8 @@ import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.budget import CHUNKS, spend
+from ckpttool.budget import CHUNKS, note_file, spend
+from ckpttool.checksums import ChunkRecords
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.containers.unpickler import Truncated, unpickle
@@ -37,10 +38,11 @@ from ckpttool.model.places import Table
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.fields import Report
     from ckpttool.formats.location import Location
     from ckpttool.storage import Reader, Storage
@@ -112,15 +114,17 @@ class Shards:
         self._files = files
         self._opened: dict[str, tuple[int, Reader]] = {}
         """Index and reader of each open file, by name."""
-        self._records: dict[int, list[Record]] = {}
-        """Records with checksums of each file, by its index."""
+        self._records: dict[int, list[tuple[str, int, Sequence[Record]]]] = {}
+        """Chunks of each file with their records, by its index."""
+        self._pickles: dict[bytes, Unpickled] = {}
+        """Pickles of chunks: those of one shape and type are equal."""
         if storage.remote:
             self._prefetch()
 
     def close(self) -> None:
         """Close all files, and add the checksums that their archives record."""
         for index, reader in self._opened.values():
-            self._files[index] = replace(self._files[index], records=tuple(self._records.get(index, ())))
+            self._files[index] = replace(self._files[index], records=ChunkRecords(self._records.get(index, ())))
             reader.close()
 
     def _open(self, chunk: StoredChunk) -> tuple[int, _FilePart]:
@@ -187,7 +191,7 @@ class Shards:
     def _chunk(self, chunk: StoredChunk, fqn: str, sizes: tuple[int, ...]) -> State:
         index, part = self._open(chunk)
         try:
-            torch = read_torch_file(part)
+            torch = read_torch_file(part, self._pickles)
         except CkptError as error:
             raise _damaged(fqn, chunk, part, error) from error
         if isinstance(torch.root, Opaque):
@@ -201,12 +205,9 @@ class Shards:
         self._note(index, chunk, fqn, torch.records)
         return State(state.shape, state.dtype, Table(rows))
 
-    def _note(self, index: int, chunk: StoredChunk, fqn: str, records: Iterable[Record]) -> None:
+    def _note(self, index: int, chunk: StoredChunk, fqn: str, records: Sequence[Record]) -> None:
         """Add the records of a chunk's archive to the records of its file."""
-        self._records.setdefault(index, []).extend(
-            r._replace(name=f"{fqn}: {r.name}", where=ByteRange(chunk.start + r.where.start, chunk.start + r.where.end))
-            for r in records
-        )
+        self._records.setdefault(index, []).append((fqn, chunk.start, records))
 
     def number(self, state: State) -> ScalarState | None:
         """Return the value of a tensor of one element; None for any other tensor."""
@@ -319,6 +320,8 @@ def _without_tensors(value: Any, torch: TorchFile, part: _FilePart) -> Any:
 
 MAX_METADATA_BYTES = 1 << 28
 """Maximum size of ``.metadata`` in bytes."""
+MAX_MEMORY_BYTES = 1 << 35
+"""Most bytes of memory that reading ``.metadata`` may take."""
 MAX_OBJECT_BYTES = 1 << 16
 """Maximum size in bytes of an object to read."""
 MAX_NAMES_BYTES = 1 << 26
@@ -410,11 +413,15 @@ def _leave_out(entries: StateDict, location: Location) -> None:
 
 
 def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]:
+    directory = posixpath.dirname(path)
+    for entry in storage.listing(directory):
+        if not entry.is_dir:  # the limits grow with the bytes of the shards that it describes
+            note_file(posixpath.join(directory, entry.name), entry.nbytes)
     with storage.open(path) as reader:
         if reader.nbytes > MAX_METADATA_BYTES:
             raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large to describe a checkpoint", RESTORE)
         try:
-            root = unpickle(reader.read(0, reader.nbytes), path=path).value
+            root = unpickle(reader.read(0, reader.nbytes), path=path, max_memory_bytes=MAX_MEMORY_BYTES).value
         except Truncated:
             raise LayoutError(path, "ends too early", RESTORE) from None
         file = CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version, container="dcp")

@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import ckpttool
+from ckpttool.budget import MEMORY
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import Manifest
+from ckpttool.containers import torch_file, unpickler
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.strided import boxes_of, merge_slices
@@ -509,3 +511,33 @@ def test_an_export_of_schedule_frees_training_point_is_noted(training: bool, tmp
     saved = _save({"model": {"weight": torch.ones(3)}, "optimizer": states}, tmp_path / "saved")
     notes = ckpttool.consolidate(saved, tmp_path / "out", to="safetensors").notes
     assert any("schedule-free" in note for note in notes) == training
+
+
+def test_the_memory_for_the_metadata_grows_with_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layers.{n}.weight": torch.zeros(64, 64) for n in range(8)}
+    saved = _save({"model": state}, tmp_path / "saved")
+    monkeypatch.setattr(unpickler, "MEMORY", MEMORY._replace(base=0.0))
+    assert len(open_checkpoint(str(saved)).parameters) == 8
+    for shard in saved.glob("*.distcp"):
+        shard.write_bytes(b"")
+    with pytest.raises(CkptError, match="may take more than"):
+        open_checkpoint(str(saved))
+
+
+def test_chunks_of_one_shape_share_one_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"layers.{n}.weight": torch.full((n % 2 + 1, 64), float(n)) for n in range(8)}
+    saved = _save({"model": state}, tmp_path / "saved")
+    read: list[bytes] = []
+
+    def unpickle(data: bytes, *, path: str) -> unpickler.Unpickled:
+        read.append(data)
+        return unpickler.unpickle(data, path=path)
+
+    monkeypatch.setattr(torch_file, "unpickle", unpickle)
+    checkpoint = open_checkpoint(str(saved))
+    assert len(read) == 2
+    for parameter in checkpoint.parameters:
+        assert gather(checkpoint, parameter.states["module"]) == raw_bytes(state[parameter.name])
+    names = [record.name for file in checkpoint.files for record in file.records]
+    assert len(names) == len({*names})
+    assert ckpttool.verify(str(saved), deep=True).sound

@@ -124,7 +124,7 @@ def described(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return type(value).__name__, sorted(repr(described(v)) for v in value)
     if isinstance(value, Opaque):
-        content = [described(v) for v in (value.args, value.state, value.items, value.appended)]
+        content = [described(v) for v in (value.args, value.state, list(value.items), list(value.appended))]
         return value.how, value.module, value.name, value.stated, content
     if isinstance(value, TensorRef):
         return value, described(value.attributes)
