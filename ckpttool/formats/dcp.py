@@ -117,7 +117,7 @@ class Shards:
         self._records: dict[int, list[tuple[str, int, Sequence[Record]]]] = {}
         """Chunks of each file with their records, by its index."""
         self._pickles: dict[bytes, Unpickled] = {}
-        """Pickles of chunks: those of one shape and type are equal."""
+        """Pickles of chunks: chunks of one shape and type have equal ones."""
         if storage.remote:
             self._prefetch()
 
