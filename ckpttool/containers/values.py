@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +104,8 @@ class TensorRef:
 
 
 _serials = itertools.count()
-NOTHING: Mapping[str, Any] = types.MappingProxyType({})
-"""No keyword arguments: metadata of large checkpoints has hundreds of thousands of objects without any."""
+NOTHING: Mapping[str, Any] = {}
+"""No keyword arguments, never changed: the metadata of large checkpoints has hundreds of thousands of objects."""
 
 
 class Opaque:

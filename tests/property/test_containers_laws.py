@@ -287,3 +287,8 @@ def test_parse_undoes_build(pickled: bytes, payloads: dict[str, bytes], prefix: 
 
 def test_every_typed_storage_is_drawn() -> None:
     assert {d.name for d in BY_STORAGE_CLASS.values()} < set(DTYPES)
+
+
+@given(structures)
+def test_values_can_be_sent_to_other_ranks(value: Any) -> None:
+    assert described(python_pickle.loads(python_pickle.dumps(value))) == described(value)
