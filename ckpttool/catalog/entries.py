@@ -32,10 +32,10 @@ from ckpttool.formats.layouts import (
     is_of_trainer,
     step_in,
 )
-from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part
+from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
-from ckpttool.formats.unfinished import refuse_unfinished, saved_by_another, unfinished_below
+from ckpttool.formats.unfinished import saved_by_another, unfinished_below
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (

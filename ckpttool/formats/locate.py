@@ -7,18 +7,19 @@ import posixpath
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from ckpttool.commit import is_commit
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.fields import WHOLE
 from ckpttool.formats.layouts import ENGINES, FILE, ROOT, TRAINER, Place, is_name, trainer_folders
 from ckpttool.formats.location import Location
 from ckpttool.formats.scan import has_files_of_tag, natural_order
 from ckpttool.messages import brief, similar
-from ckpttool.storage import MANIFEST, parent, whole_path
+from ckpttool.storage import MANIFEST, MARK, parent, whole_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.storage import Entry
+    from ckpttool.storage import Entry, Storage
 
 
 MAX_RUNS = 20
@@ -207,6 +208,21 @@ def refuse_rivals(here: Place) -> None:
     problem = f"{beside}, but {posixpath.basename(here.pointer.path)} names {brief(names, 200)}, which is not there"
     hint = f"restore {brief(names, 200)} from a copy, or remove {here.pointer.path} to read these files"
     raise LayoutError(here.path, problem, hint)
+
+
+def refuse_unfinished(storage: Storage, directory: str) -> None:
+    """Refuse a directory that is being written, or that a killed run left incomplete.
+
+    Raises:
+        LayoutError: It has ckpttool's in-progress marker.
+    """
+    if not storage.exists(posixpath.join(directory, MARK)) or is_commit(storage, directory):
+        return
+    from ckpttool.formats.unfinished import saved_by_another  # few checkpoints have the marker
+
+    if not saved_by_another(storage, directory):
+        problem = "is being written, or was left half-written by a killed run"
+        raise LayoutError(directory, problem, "wait for that run, or write it again")
 
 
 def _foreign(src: str, entries: list[Entry]) -> tuple[str, str] | None:

@@ -23,13 +23,14 @@ from ckpttool.formats.locate import (
     locate,
     refuse_part,
     refuse_rivals,
+    refuse_unfinished,
 )
 from ckpttool.formats.location import Location
+from ckpttool.formats.scan import natural_order
 from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.table import formats_with_tags
-from ckpttool.formats.unfinished import refuse_unfinished
 from ckpttool.messages import name_some
 from ckpttool.storage import (
     WAIT,
@@ -126,7 +127,7 @@ def open_checkpoint(
         raise LayoutError(without_secrets(paths[-1]), problem, "pass directories of one storage")
     places = [without_credentials(local_path(path)) for path in paths]
     with budget.opening():
-        explainer = Explainer(storage, report)
+        explainer = Explainer(storage, report, partial(_whole_beside, storage, places[0], tag))
         try:
             checkpoint = _open(places, storage, tag, explainer, Accepted(unfinished, trust_names, module_only))
         except CkptError as error:
@@ -176,6 +177,23 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
         hint = "build the optimizer as at the save, or pass weights_only=True to compare the weights alone"
         raise PlanError(checkpoint.location, problem, hint, ("weights_only",))
     return replace(found, remarks=(*found.remarks, LIVE_ORDER))
+
+
+def _whole_beside(storage: Storage, path: str, tag: str | None) -> str:
+    """Return the last of the few newest tags of a root that is whole, if ``latest`` chose another; else ""."""
+    try:
+        here = Place(storage, path.rstrip("/") or path)
+        if tag is not None or here.kind != ROOT:
+            return ""
+        others = [one.tag for one in here.saved if one.tag != here.newest and not one.link]
+        tags = sorted(others, key=natural_order, reverse=True)
+        return next((one for one in tags[:MAX_TRIED] if is_whole(storage, posixpath.join(path, one))), "")
+    except CkptError:
+        return ""
+
+
+MAX_TRIED = 4
+"""Most tags that are opened to find a whole one for an error message."""
 
 
 def is_whole(storage: Storage, path: str) -> bool:

@@ -17,9 +17,12 @@ from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError
 from ckpttool.storage import dead_links, is_link, leading_nowhere
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ckpttool.formats.fields import Report
     from ckpttool.storage import Storage
 
+ANOTHER_TAG = re.compile(r"\b(choose|use) another tag\b")
 HEAD_BYTES = 512
 """Most bytes of a file that are compared."""
 RELINK = "copy the file to which it leads, or remove the link"
@@ -36,15 +39,17 @@ STAND_INS = (
 
 
 class Explainer:
-    """Replaces errors about stand-ins; the same error is replaced by the same one.
+    """Replaces errors about stand-ins, and names another tag; the same error is replaced by the same one.
 
     Args:
         storage: Storage of the checkpoint.
         report: Receives the findings, with those errors replaced.
+        other_tag: Returns a tag of the same root that is whole; "" without one.
     """
 
-    def __init__(self, storage: Storage, report: Report) -> None:
-        self._storage, self._report = storage, report
+    def __init__(self, storage: Storage, report: Report, other_tag: Callable[[], str]) -> None:
+        self._storage, self._report, self._other_tag = storage, report, other_tag
+        self._other: str | None = None
         self._replaced: dict[int, tuple[CkptError, CkptError]] = {}
 
     def __call__(self, error: CkptError) -> None:
@@ -54,9 +59,19 @@ class Explainer:
     def explain(self, error: CkptError) -> CkptError:
         """Return ``explained`` of an error; the same object for the same error, and for one that it has returned."""
         if id(error) not in self._replaced:
-            better = error if getattr(error, "directories", ()) else explained(self._storage, error)
+            better = error if getattr(error, "directories", ()) else self._with_tag(explained(self._storage, error))
             self._replaced |= {id(error): (error, better), id(better): (better, better)}
         return self._replaced[id(error)][1]
+
+    def _with_tag(self, error: CkptError) -> CkptError:
+        """Return the error with a tag that is whole, if its hint says to choose another one."""
+        if type(error).__init__ is not CkptError.__init__ or not ANOTHER_TAG.search(error.hint):
+            return error
+        self._other = self._other_tag() if self._other is None else self._other
+        if not self._other:
+            return error
+        hint = ANOTHER_TAG.sub(lambda found: f'{found[1]} tag="{self._other}", which is whole', error.hint, count=1)
+        return type(error)(error.path, error.problem, hint, (*error.options, "tag"))
 
 
 def explained(storage: Storage, error: CkptError) -> CkptError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 from typing import TYPE_CHECKING
 
-from ckpttool.commit import is_commit, read_mark, split_directory
+from ckpttool.commit import read_mark, split_directory
 from ckpttool.commit.marks import below, is_uncommitted
-from ckpttool.errors import CkptError, LayoutError
+from ckpttool.errors import CkptError
 from ckpttool.formats.scan import last_number, named_tag, pattern_of, scan
 from ckpttool.formats.series import has_optimizer
 from ckpttool.storage import MARK, is_half_removed
@@ -25,19 +25,6 @@ def unfinished_below(storage: Storage, path: str) -> list[str]:
 def is_unfinished(storage: Storage, directory: str) -> bool:
     """Return whether a save into a directory has begun and is not finished."""
     return is_uncommitted(storage, directory) and not saved_by_another(storage, directory)
-
-
-def refuse_unfinished(storage: Storage, directory: str) -> None:
-    """Refuse a directory that is being written, or that a killed run left incomplete.
-
-    Raises:
-        LayoutError: It has ckpttool's in-progress marker.
-    """
-    if not storage.exists(posixpath.join(directory, MARK)) or is_commit(storage, directory):
-        return
-    if not saved_by_another(storage, directory):
-        problem = "is being written, or was left half-written by a killed run"
-        raise LayoutError(directory, problem, "wait for that run, or write it again")
 
 
 def saved_by_another(storage: Storage, directory: str) -> bool:

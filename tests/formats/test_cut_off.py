@@ -12,6 +12,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.storage import open_storage
+from tests.cli.command import ckpttool as command
 from tests.truth import source
 from tests.wording import refused
 
@@ -105,3 +106,21 @@ def test_a_bucket_is_asked_alike(where: str, request: pytest.FixtureRequest, tmp
     assert left == [False, True, True]
     with pytest.raises(CkptError):
         ckpttool.inspect(url)
+
+
+def test_the_error_of_a_torn_newest_names_the_last_whole_tag(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in range(1, 6):
+        shutil.copytree(Path(source("zero2-dp2-bf16"), "global_step3"), root / f"global_step{step}")
+    (root / "latest").write_text("global_step5")
+    (root / "global_step9").symlink_to("global_step1")
+    for step in (4, 5):
+        (root / f"global_step{step}" / "mp_rank_00_model_states.pt").unlink()
+    for name, *more in (["inspect"], ["verify"], ["consolidate", tmp_path / "out", "--to", "safetensors"]):
+        done = command(name, root, *more)
+        assert "or choose --tag global_step3, which is whole" in done.stdout + done.stderr
+    with pytest.raises(CkptError, match='or choose tag="global_step3", which is whole'):
+        ckpttool.inspect(root)
+    assert command("inspect", root, "--tag", "global_step3").code == 0
+    done = command("inspect", root, "--tag", "global_step4")
+    assert "choose another tag" in done.stderr
