@@ -55,17 +55,20 @@ def execute(m: Machine) -> Any:
             position += 1
             handler, cost = OPCODES[opcode]
             memory -= cost
+            if memory < 0:
+                m.memory_left = memory
+                m.charge(0)
             # Most opcodes of a large pickle are these: a call of a function takes longer than they do.
             if opcode == _MEMOIZE:
                 memo[len(memo)] = stack[-1]
             elif opcode == _LONG_BINGET:
-                stack.append(memo[int.from_bytes(data[position : position + 4], "little")])
+                stack.append(memo[_U32.unpack_from(data, position)[0]])
                 position += 4
             elif opcode == _BINGET:
-                stack.append(memo[data[position]])
+                stack.append(memo[_U8.unpack_from(data, position)[0]])
                 position += 1
             elif opcode == _BININT1:
-                stack.append(data[position])
+                stack.append(_U8.unpack_from(data, position)[0])
                 position += 1
             elif opcode == _TUPLE1:
                 stack[-1] = (stack[-1],)
@@ -76,8 +79,6 @@ def execute(m: Machine) -> Any:
                 return stack[0]
             else:
                 m.position, m.memory_left = position, memory
-                if memory < 0:
-                    m.charge(0)
                 handler(m)
                 position, memory, stack = m.position, m.memory_left, m.stack
     finally:

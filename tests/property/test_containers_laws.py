@@ -289,6 +289,23 @@ def test_every_typed_storage_is_drawn() -> None:
     assert {d.name for d in BY_STORAGE_CLASS.values()} < set(DTYPES)
 
 
+@pytest.mark.parametrize("count", [1, 300], ids=["short references", "long references"])
+def test_a_pickle_that_ends_in_any_opcode_is_cut_off(count: int) -> None:
+    """A reader then fetches more bytes: a reference that is cut off must not be taken for a smaller one."""
+    texts = [f"text {n}" for n in range(count)]
+    data = python_pickle.dumps([*texts, *texts, 7, (1,), None], protocol=4)
+    assert unpickle(data, path="x").value == [*texts, *texts, 7, (1,), None]
+    for end in range(len(data)):
+        with pytest.raises(Truncated):
+            unpickle(data[:end], path="x")
+
+
+def test_opcodes_without_a_handler_are_charged() -> None:
+    data = b"\x80\x04N" + b"\x94" * 100_000 + b"."
+    with pytest.raises(ContainerError, match="may take more than"):
+        unpickle(data, path="x", max_memory_bytes=1 << 20)
+
+
 @given(structures)
 def test_values_can_be_sent_to_other_ranks(value: Any) -> None:
     assert described(python_pickle.loads(python_pickle.dumps(value))) == described(value)
