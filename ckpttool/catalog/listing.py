@@ -193,7 +193,9 @@ def _state(entry: CatalogEntry, newest: str) -> str:
     elif entry.is_root:
         state = entry.problem or ""
     else:
-        state = f"{'latest, ' if entry.latest else ''}{entry.condition}: {entry.problem}"
+        state = f"{'latest, ' if entry.latest else ''}{entry.condition}"
+        if entry.problem != f"is a link that {NOT_FOLLOWED}":  # the condition and the link say it
+            state += f": {entry.problem}"
     if entry.pin is not None:
         state = f"{state}, {_pinned(entry.pin)}"
     return f"{state}, a link to {entry.link}" if entry.link else state

@@ -142,6 +142,7 @@ def test_ls_does_not_follow_a_link_out_of_the_root(checkpoint_copy: Callable[[st
     entries = {e.name: e for e in ckpttool.ls(root).entries}
     assert all("leaves the root: follow_links is not set" in str(e.problem) for e in entries.values())
     assert sorted(entries) == ["disk", "global_step3"]
+    assert "not read (--follow-links), a link to /\n" in command("ls", root, "--wide").stdout
     assert f"global_step3: {REFUSED}" in command("inspect", root).error
     (root / "disk").unlink()
     assert [e.whole for e in ckpttool.ls(root, follow_links=True).entries] == [True]

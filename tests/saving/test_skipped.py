@@ -26,6 +26,7 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, MARK, open_storage, walk
 from ckpttool.storage.base import DAMAGED
+from ckpttool.storage.removal import REMOVAL_MARK
 from tests.faults.disks import CHANGES, Killed, watching
 from tests.faults.rules import Kill, Rule
 from tests.saving.checkpoints import SIDECARS, content, part, save_version, version, whole
@@ -373,3 +374,51 @@ def test_a_killed_save_whose_files_are_all_written_is_not_finished(where: Where)
     _save(where, "step4", 4, None)
     assert MANIFEST in _files(where, "step4")
     assert not storage.exists(f"{root}/step4.damaged")
+
+
+@pytest.mark.parametrize("beside", ["step3", "critic9"])
+def test_no_earlier_step_and_no_other_series_shows_that_a_killed_save_was_repeated(beside: str, tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step4", 4)
+    _killed(where, "step4", 4)
+    _plain(where, beside, 3)
+    assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {beside: None, "step4": "uncommitted"}
+
+
+def test_a_commit_of_a_later_step_does_not_show_that_a_killed_save_was_repeated(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step4", 4)
+    _killed(where, "step4", 4)
+    save_version(LOCAL, str(tmp_path), Alone(), "step5", 5)
+    assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {"step4": "uncommitted", "step5": None}
+
+
+def test_a_checkpoint_from_before_a_killed_save_does_not_show_that_it_was_repeated(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    for number in (4, 5):  # a run that went back to an older step
+        _plain(where, f"step{number}", number)
+        for file in os.scandir(tmp_path / f"step{number}"):
+            os.utime(file, (9e8, 9e8))
+    _killed(where, "step4", 4)
+    os.utime(tmp_path / "step4" / MARK, (1e9, 1e9))
+    assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {"step4": "uncommitted", "step5": None}
+
+
+def test_a_tag_whose_optimizer_is_not_written_yet_is_not_repeated(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step3", 3)
+    _killed(where, "step4", 4)
+    _plain(where, "step4", 4)
+    for file in (tmp_path / "step4").glob("*optim_states.pt"):
+        file.unlink()
+    assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {"step3": None, "step4": "uncommitted"}
+
+
+def test_a_removal_that_has_begun_is_no_checkpoint_beside_a_later_one(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step4", 4)
+    (tmp_path / "step4" / MARK).write_text(REMOVAL_MARK)
+    os.utime(tmp_path / "step4" / MARK, (1e9, 1e9))
+    _plain(where, "step5", 5)
+    assert {e.name: e.whole for e in ckpttool.ls(tmp_path).entries} == {"step4": False, "step5": True}
+    assert [one.tag for one in candidates(LOCAL, str(tmp_path))] == ["step5"]
