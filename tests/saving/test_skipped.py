@@ -414,11 +414,22 @@ def test_a_tag_whose_optimizer_is_not_written_yet_is_not_repeated(tmp_path: Path
     assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {"step3": None, "step4": "uncommitted"}
 
 
-def test_a_removal_that_has_begun_is_no_checkpoint_beside_a_later_one(tmp_path: Path) -> None:
-    where = LOCAL, str(tmp_path)
+def test_a_removal_that_has_begun_is_no_checkpoint_beside_a_later_one(s3: Bucket) -> None:
+    storage, root = where = open_storage(s3.url("run")), s3.url("run")
     _plain(where, "step4", 4)
-    (tmp_path / "step4" / MARK).write_text(REMOVAL_MARK)
-    os.utime(tmp_path / "step4" / MARK, (1e9, 1e9))
+    storage.put(f"{root}/step4/{MARK}", REMOVAL_MARK.encode())
+    time.sleep(1.1)
     _plain(where, "step5", 5)
-    assert {e.name: e.whole for e in ckpttool.ls(tmp_path).entries} == {"step4": False, "step5": True}
-    assert [one.tag for one in candidates(LOCAL, str(tmp_path))] == ["step5"]
+    storage.refresh([])
+    assert {e.name: e.whole for e in ckpttool.ls(root).entries} == {"step4": False, "step5": True}
+    assert [one.tag for one in candidates(storage, root)] == ["step5"]
+
+
+def test_the_next_save_deletes_the_marker_before_latest_moves_on(where: Where) -> None:
+    storage, root = where
+    _killed(where, "step4", 4)
+    _plain(where, "step4", 4)
+    storage.refresh([])
+    save_version(storage, root, Alone(), "step5", 5)
+    assert MARK not in _files(where, "step4")
+    assert whole(root, storage) == {"step4": version(4), "step5": version(5)}
