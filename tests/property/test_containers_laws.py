@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import itertools
 import os
@@ -304,6 +306,14 @@ def test_opcodes_without_a_handler_are_charged() -> None:
     data = b"\x80\x04N" + b"\x94" * 100_000 + b"."
     with pytest.raises(ContainerError, match="may take more than"):
         unpickle(data, path="x", max_memory_bytes=1 << 20)
+
+
+def test_python_collects_cycles_again_after_a_large_pickle() -> None:
+    data = python_pickle.dumps(bytes(unpickler.LARGE + 1))
+    for cut in (0, 1):  # also after an error
+        with contextlib.suppress(Truncated):
+            unpickle(data[: len(data) - cut], path="x")
+        assert gc.isenabled()
 
 
 @given(structures)

@@ -18,10 +18,10 @@ from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.commit.marks import damage_of, identity, mark_damaged, state_of
+from ckpttool.commit.marks import damage_of, mark_damaged, state_of
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.formats import open_whole
-from ckpttool.saving.claim import Skipped, mark_skipped
+from ckpttool.saving.claim import Claim, Skipped, mark_skipped
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, MARK, open_storage, walk
@@ -305,10 +305,9 @@ def test_a_mark_holds_whatever_the_path_of_the_checkpoint_is(
 def _killed(where: Where, tag: str, number: int) -> None:
     """Leave what a killed save leaves: its marker, long ago, and the files of some ranks."""
     storage, root = where
-    named = storage.read_text(f"{root}/{LATEST}") if storage.exists(f"{root}/{LATEST}") else ""
-    mark = {**identity(), "key": "save killed", "files": [], "latest": named, "process": 1, "began": "0"}
-    storage.make_directory(f"{root}/{tag}")
-    storage.put(f"{root}/{tag}/{MARK}", json.dumps(mark).encode())
+    claim = Claim(storage, root, tag)
+    claim.take("free")
+    claim.release()
     name, data = next(iter(version(number).items()))
     storage.put(f"{root}/{tag}/{name}", data)
     if storage.remote:
@@ -329,7 +328,11 @@ def test_a_tag_that_deepspeed_saved_after_a_killed_save_is_its_checkpoint(where:
         _plain(where, "step5", 5)
     storage.refresh([])
     newest = "step5" if later else "step4"
-    assert [e.whole for e in ckpttool.ls(root).entries] == [True] * (3 if later else 2)
+    entries = {e.name: e for e in ckpttool.ls(root).entries}
+    assert {name: e.whole for name, e in entries.items()} == dict.fromkeys(entries, True)
+    assert max(entries, key=lambda name: entries[name].rank) == newest
+    kept = [d.entry.name for d in ckpttool.prune(root, keep_last=1, dry_run=True) if d.keep]
+    assert kept == [newest]
     assert ckpttool.inspect(root).tag == newest
     assert [one.tag for one in candidates(storage, root)][:2] == (["step5", "step4"] if later else ["step4", "step3"])
     before = _files(where, "step4")
