@@ -35,7 +35,7 @@ from ckpttool.formats.layouts import (
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
 from ckpttool.formats.series import series, series_of
-from ckpttool.formats.unfinished import saved_by_another, unfinished_below
+from ckpttool.formats.unfinished import unfinished_below
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
 from ckpttool.storage import (
@@ -449,7 +449,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         sorts=sorts,
         committed=manifest is not None,
     )
-    marked = storage.exists(posixpath.join(directory, MARK)) and not saved_by_another(storage, directory)
+    marked = storage.exists(posixpath.join(directory, MARK))
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
     best, problem = _best_of_lightning(checkpoint.client_state) if checkpoint else [], ""
     for above, _ in below(storage, path, TRAINER_STATE):

@@ -388,6 +388,14 @@ def test_no_earlier_step_and_no_other_series_shows_that_a_killed_save_was_repeat
     assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {beside: None, "step4": "uncommitted"}
 
 
+def test_another_killed_save_does_not_show_that_a_killed_save_was_repeated(tmp_path: Path) -> None:
+    where = LOCAL, str(tmp_path)
+    _plain(where, "step4", 4)
+    for number in (4, 5):
+        _killed(where, f"step{number}", number)
+    assert {e.name: e.torn for e in ckpttool.ls(tmp_path).entries} == {"step4": "uncommitted", "step5": "uncommitted"}
+
+
 def test_a_commit_of_a_later_step_does_not_show_that_a_killed_save_was_repeated(tmp_path: Path) -> None:
     where = LOCAL, str(tmp_path)
     _plain(where, "step4", 4)
