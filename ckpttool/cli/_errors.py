@@ -15,7 +15,7 @@ import click
 
 from ckpttool._version import __version__
 from ckpttool.errors import ArgumentError, CkptError
-from ckpttool.messages import brief, hide_secrets, printable
+from ckpttool.messages import brief, hide_secrets, printable, short_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ def invoke(command: click.Command, arguments: Sequence[str]) -> int:
             from ckpttool.cli._output import print_json
 
             hint = hint_with_flags(error.hint, error.options)
-            print_json({"error": error.problem, "path": _shown_path(error), "hint": hint})
+            print_json({"error": short_words(printable(error.problem)), "path": _shown_path(error), "hint": hint})
         if "--debug" in arguments:
             import traceback
 

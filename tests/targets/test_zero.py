@@ -171,14 +171,21 @@ def test_experts_stay_spread_as_they_were(name: str, tmp_path: Path) -> None:
         assert [g.parameters for g in after.groups] == [g.parameters for g in before.groups]
         assert {p.name for p in after.parameters} == {p.name for p in before.parameters}
         assert not ckpttool.verify(out, deep=True).findings
-        assert f"expert-parallel size of {1 if name == SINGLE else 2}" in " ".join(report.notes)
+        assert f"expert-parallel size of {SPREAD.get(name, '2')}" in " ".join(report.notes)
 
 
-SINGLE = "moe-zero2-dp2-bf16"
-"""Where each rank has all experts."""
+SINGLE, PYRAMID = "moe-zero2-dp2-bf16", "moe-zero2-dp2-ep2-bf16-pyramid"
+"""Where each rank has all experts, and where only the experts of one layer are spread over the ranks."""
+SPREAD = {SINGLE: "1", PYRAMID: "1 and 2"}
+"""The sizes in the note, where they are not 2."""
 
 
-@pytest.mark.parametrize("name", sampling.some(EXPERTS, 5, key="spread"))
+def test_experts_of_layers_over_different_ranks_are_not_spread_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="spreads its experts over 1 and 2 ranks"):
+        ckpttool.convert(source(PYRAMID), tmp_path / "out", to="zero", world_size=4, stage=1, expert_parallel=2)
+
+
+@pytest.mark.parametrize("name", sampling.some([n for n in EXPERTS if n != PYRAMID], 5, key="spread"))
 def test_experts_are_spread_as_asked_and_back_again(name: str, tmp_path: Path) -> None:
     own = ckpttool.inspect(source(name))
     was = own.groups[-1].hyperparameters["name"]
