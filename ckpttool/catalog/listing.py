@@ -90,7 +90,7 @@ class CatalogEntry:
     resumes: str = field(default="", metadata={"json": False})
     """Why a run may resume from it, though it is not the newest whole one in the order; "" if none does."""
     mixed: bool = field(default=False, metadata={"json": False})
-    """Whether a note of ``inspect`` says that its files may be of two saves."""
+    """Whether its files may be of two saves, as a note of ``inspect`` then says."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 

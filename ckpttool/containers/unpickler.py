@@ -507,7 +507,7 @@ __all__ = ["MAX_DEPTH", "MAX_MEMORY_BYTES", "Truncated", "Unpickled", "unpickle"
 MAX_DEPTH = 200
 """Deepest nesting of containers: no checkpoint needs more, and more would exhaust the stack of other readers."""
 LARGE = 1 << 20
-"""Bytes of a pickle from which on reading it takes seconds."""
+"""Bytes of a pickle that is large: a larger one is read without collections of cycles."""
 MAX_MEMORY_BYTES = 3 << 29
 """Most memory that one pickle may take: one byte of pickle can take over two hundred."""
 
@@ -567,7 +567,7 @@ def unpickle(data: bytes, *, path: str, start: int = 0, max_memory_bytes: int | 
 
 @contextlib.contextmanager
 def _without_collections(nbytes: int) -> Iterator[None]:
-    """Let Python look for no cycles while a large pickle is read: each look visits all objects made so far."""
+    """Disable Python's collector of cycles while a large pickle is read: each collection visits all objects so far."""
     pauses = nbytes > LARGE and gc.isenabled()
     if pauses:
         gc.disable()

@@ -105,7 +105,7 @@ class TensorRef:
 
 _serials = itertools.count()
 NOTHING: Mapping[str, Any] = {}
-"""No keyword arguments, never changed: the metadata of large checkpoints has hundreds of thousands of objects."""
+"""The keyword arguments of every object without any; never changed. Large checkpoints have millions of objects."""
 
 
 class Opaque:

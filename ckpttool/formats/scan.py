@@ -90,7 +90,7 @@ class Found:
 
     @property
     def marked(self) -> bool:
-        """Whether the directory has an in-progress marker, and no other program has saved its tag since."""
+        """Whether the directory has an in-progress marker that counts: no other program has saved the tag since."""
         from ckpttool.formats.unfinished import saved_by_another  # few checkpoints have the marker
 
         return any(e.name == MARK for e in self.entries) and not saved_by_another(self.storage, self.path)

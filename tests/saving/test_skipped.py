@@ -303,7 +303,7 @@ def test_a_mark_holds_whatever_the_path_of_the_checkpoint_is(
 
 
 def _killed(where: Where, tag: str, number: int) -> None:
-    """Leave what a killed save leaves: its marker, long ago, and the files of some ranks."""
+    """Write what a killed save leaves: an old marker of a dead process, and one file."""
     storage, root = where
     claim = Claim(storage, root, tag)
     claim.take("free")
