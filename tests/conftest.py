@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", deadline=None, max_examples=32, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
 
@@ -63,6 +63,7 @@ def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of the garbage collector, whose work is then less; so is a fork's."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*server.RARE_COLLECTIONS)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,6 +7,7 @@ standard input.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import forked
+from tests.storage.server import RARE_COLLECTIONS
 
 IMPORTED = (
     *(f"ckpttool.integrations.deepspeed.{n}" for n in (
@@ -41,6 +43,7 @@ def _serve() -> tuple[str, dict[str, str]] | None:
     for name in IMPORTED:
         importlib.import_module(name)
     common.preload()
+    gc.set_threshold(*RARE_COLLECTIONS)
     for line in iter(sys.stdin.readline, ""):
         directory, environment, modules = json.loads(line)
         for name in modules:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-RAY = "tests/under_ray/"
-"""Directory of the tests that start Ray clusters."""
+TOGETHER = ("tests/under_ray/", "tests/pages/")
+"""Directories of the tests that start Ray clusters, and of those that share a browser."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not followed
-    """Sends all tests of a file to one process, so that they share their fixtures; those of Ray to one as well."""
+    """Sends all tests of a file to one process, to share their fixtures; those of some directories as well."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = nodeid.partition("::")[0]
-        return RAY if file.startswith(RAY) else file
+        return next((directory for directory in TOGETHER if file.startswith(directory)), file)

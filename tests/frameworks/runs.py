@@ -5,12 +5,14 @@ A job with ``kills`` is killed that many times at random moments, and started ag
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import random
 import time
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ def run_jobs(jobs: list[dict[str, Any]], train: Callable[[dict[str, Any], dict[s
         jobs: The jobs; each has a directory ``out``.
         train: Trains on one rank; adds what it finds to the facts.
     """
+    # The frameworks ask for versions of packages again and again, and each time the package's metadata is parsed.
+    metadata.version = functools.cache(metadata.version)
     for job in jobs:
         Path(job["out"]).mkdir(parents=True, exist_ok=True)
         killed = _kill_runs(job, train) if "kills" in job else []
