@@ -24,6 +24,7 @@ from ckpttool.execution.output_bucket import bucket_output
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
+from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.s3 import MIN_PART_BYTES, S3Writer
 from tests import sampling
 from tests.cli.command import ckpttool as command
@@ -31,21 +32,26 @@ from tests.cli.command import ckpttool_process
 from tests.faults import s3_faults as faults
 from tests.faults.rules import Before
 from tests.faults.s3_faults import Cut, Hang
-from tests.storage.large import write_weights
+from tests.storage import server
+from tests.storage.large import TENSORS, write_weights
 from tests.storage.places import Memory, Remote, files_in
 from tests.truth import source
 from tests.wording import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ckpttool.storage import Writer
     from tests.faults.s3_faults import Action, Request
     from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
-SHARDS = {"to": "safetensors", "max_shard_size": "12MB"}
-"""Two large files, and the index that makes them look whole."""
+PART_BYTES = MIN_PART_BYTES // 16
+"""Size of the parts of most tests, on a server that takes them."""
+SHARDS = {"to": "safetensors", "max_shard_size": 750_000}
+"""Two files of three parts, and the index that makes them look whole."""
+LARGE_SHARDS = {"to": "safetensors", "max_shard_size": "12MB"}
+"""The same of parts as large as commands make them."""
 IMPATIENT = {"config_kwargs": {"read_timeout": 1.5}}
 """For requests that hang. What merely takes its time on a busy machine must not be sent again elsewhere."""
 LARGE = "model-00001-of-00002.safetensors"
@@ -53,17 +59,52 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint of 22 MB on local disk."""
-    return str(write_weights(tmp_path_factory.mktemp("large") / "run"))
+def s3_server() -> Iterator[tuple[str, Any]]:
+    """A server that takes small parts, which make the tests quick."""
+    server.share_descriptions()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("S3_UPLOAD_PART_MIN_SIZE", str(PART_BYTES))
+        with server.running() as endpoint:
+            client = server.client(endpoint)
+            yield endpoint, client
+            client.close()
 
 
 @pytest.fixture(scope="module")
-def expected(weights: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What is to be written."""
-    out = tmp_path_factory.mktemp("expected") / "out"
-    ckpttool.consolidate(weights, out, to="safetensors", max_shard_size="12MB")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of 1.4 MB on local disk."""
+    tensors = {name: max(1000, numel // 16) for name, numel in TENSORS.items()}
+    return str(write_weights(tmp_path_factory.mktemp("small") / "run", tensors))
+
+
+@pytest.fixture
+def weights(small: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The same, which this process writes in small parts."""
+    monkeypatch.setattr(s3_module, "MIN_PART_BYTES", PART_BYTES)
+    return small
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of 22 MB on local disk, for commands in processes of their own."""
+    return str(write_weights(tmp_path_factory.mktemp("large") / "run"))
+
+
+def _written(weights: str, options: dict[str, Any], out: Path) -> dict[str, bytes]:
+    ckpttool.consolidate(weights, out, **options)
     return files_in(out)
+
+
+@pytest.fixture(scope="module")
+def expected(small: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What is to be written."""
+    return _written(small, SHARDS, tmp_path_factory.mktemp("expected") / "out")
+
+
+@pytest.fixture(scope="module")
+def expected_large(large: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What is to be written of the large checkpoint."""
+    return _written(large, LARGE_SHARDS, tmp_path_factory.mktemp("expected") / "out")
 
 
 def _assert_nothing_is_left(s3: Bucket) -> None:
@@ -213,7 +254,7 @@ def test_a_permanent_failure_leaves_nothing(
     operation: str, match: str, fault: str, weights: str, s3: Bucket, proxy: Proxy
 ) -> None:
     rule = proxy.add(ONCE[fault], operation, match, times=None)
-    done = command("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
+    done = command("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "750000")
     assert f"s3://{s3.name}/out/" in done.error
     assert f"the store failed {retry.ATTEMPTS} times, last with " in done.error
     assert rule.fired >= retry.ATTEMPTS
@@ -295,38 +336,38 @@ def _killed(proxy: Proxy, operation: str, nth: int, *arguments: object) -> None:
 
 
 def test_killed_run_is_refused_and_cleared_away(
-    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+    large: str, expected_large: dict[str, bytes], s3: Bucket, proxy: Proxy
 ) -> None:
     out = s3.url("out")
-    run = ("consolidate", weights, out, "--to", "safetensors", "--max-shard-size", "12MB")
+    run = ("consolidate", large, out, "--to", "safetensors", "--max-shard-size", "12MB")
     _killed(proxy, "upload_part", 5, *run, "--jobs", 1)
     assert s3.keys() == [f"out/{MARK}"]
     left = s3.uploads()
     assert left
     assert s3.name in command("inspect", out).error
     assert command(*run).code == 0
-    assert Remote(s3).files(out) == expected
+    assert Remote(s3).files(out) == expected_large
     assert s3.uploads() == []
     aborted = {(r.key, r.query["uploadId"]) for r in proxy.requests("abort_multipart_upload")}
     assert aborted == set(left)
 
 
 def test_killed_at_the_end_is_refused_and_cleared_away(
-    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy
+    large: str, expected_large: dict[str, bytes], s3: Bucket, proxy: Proxy
 ) -> None:
     out = s3.url("out")
-    run = ("consolidate", weights, out, "--to", "safetensors", "--max-shard-size", "12MB")
+    run = ("consolidate", large, out, "--to", "safetensors", "--max-shard-size", "12MB")
     _killed(proxy, "put_object", 2, *run)
-    assert s3.keys() == [f"out/{n}" for n in sorted([MARK, *(n for n in expected if n != INDEX)])]
+    assert s3.keys() == [f"out/{n}" for n in sorted([MARK, *(n for n in expected_large if n != INDEX)])]
     assert "was left half-written" in command("inspect", out).error
     assert command(*run).code == 0
-    assert Remote(s3).files(out) == expected
+    assert Remote(s3).files(out) == expected_large
 
 
-def test_resumed_run_sends_only_what_is_missing(weights: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
-    ckpttool.convert(weights, tmp_path / "whole", to="dcp")
+def test_resumed_run_sends_only_what_is_missing(large: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+    ckpttool.convert(large, tmp_path / "whole", to="dcp")
     whole = files_in(tmp_path / "whole")
-    run = ("convert", weights, s3.url("out"), "--to", "dcp", "--resume")
+    run = ("convert", large, s3.url("out"), "--to", "dcp", "--resume")
     _killed(proxy, "upload_part", 4, *run, "--jobs", 1)
     ((key, number),) = s3.uploads()
     held = s3.parts(key, number)
@@ -340,10 +381,10 @@ def test_resumed_run_sends_only_what_is_missing(weights: str, s3: Bucket, proxy:
     assert s3.uploads() == []
 
 
-def test_another_run_does_not_go_on_with_it(weights: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_another_run_does_not_go_on_with_it(large: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     other = write_weights(tmp_path / "other", {"first.weight": 2_800_000})
     ckpttool.convert(other, tmp_path / "whole", to="dcp")
-    _killed(proxy, "upload_part", 3, "convert", weights, s3.url("out"), "--to", "dcp", "--resume", "--jobs", 1)
+    _killed(proxy, "upload_part", 3, "convert", large, s3.url("out"), "--to", "dcp", "--resume", "--jobs", 1)
     assert command("convert", other, s3.url("out"), "--to", "dcp", "--resume").code == 0
     assert Remote(s3).files(s3.url("out")) == files_in(tmp_path / "whole")
     assert s3.uploads() == []
@@ -393,7 +434,7 @@ def test_overwriting_run_that_fails_leaves_what_was_there(
 ) -> None:
     out = s3.url("out")
     ckpttool.consolidate(weights, out, **SHARDS)  # type: ignore[arg-type]
-    other = write_weights(tmp_path / "other", {"a": 3_000_000, "b": 3_000_000})
+    other = write_weights(tmp_path / "other", {"a": 190_000, "b": 190_000})
     proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=3", times=None)
     with pytest.raises(StorageError):
         ckpttool.consolidate(other, out, overwrite=True, **SHARDS)  # type: ignore[arg-type]
@@ -440,10 +481,10 @@ def test_overwriting_run_that_fails_leaves_what_was_there_on_other_storages(monk
     assert place.files(out) != before
 
 
-def test_a_killed_runs_leftovers_do_not_open_the_door(s3: Bucket, proxy: Proxy, weights: str) -> None:
+def test_a_killed_runs_leftovers_do_not_open_the_door(s3: Bucket, proxy: Proxy, large: str) -> None:
     """What else is in OUT was there before: without --overwrite it is as safe as without the mark."""
     s3.put("out/model.safetensors", b"theirs")
-    run = ("consolidate", weights, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
+    run = ("consolidate", large, s3.url("out"), "--to", "safetensors", "--max-shard-size", "12MB")
     _killed(proxy, "upload_part", 2, *run, "--overwrite")
     assert "already exists and is not empty" in command(*run).error
     assert s3.get("out/model.safetensors") == b"theirs"
@@ -452,24 +493,24 @@ def test_a_killed_runs_leftovers_do_not_open_the_door(s3: Bucket, proxy: Proxy, 
 
 
 def test_a_killed_run_that_replaced_nothing_leaves_the_old_weights(
-    weights: str, expected: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
+    large: str, expected_large: dict[str, bytes], s3: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The marker names the files of both runs: only those that the killed run made itself are its leftovers."""
     out = s3.url("out")
-    ckpttool.consolidate(weights, out, **SHARDS)  # type: ignore[arg-type]
+    ckpttool.consolidate(large, out, **LARGE_SHARDS)  # type: ignore[arg-type]
     other = write_weights(tmp_path / "other", {"a": 3_000_000, "b": 3_000_000})
     run = ("consolidate", other, out, "--to", "safetensors", "--max-shard-size", "12MB")
     _killed(proxy, "upload_part", 2, *run, "--overwrite")
-    old = {f"out/{name}": data for name, data in expected.items()}
+    old = {f"out/{name}": data for name, data in expected_large.items()}
     assert "already exists and is not empty" in command(*run).error
     assert {key: s3.get(key) for key in old} == old
     proxy.add(faults.ACCESS_DENIED, "upload_part", "partNumber=2", times=None)
     assert command(*run, "--overwrite").code == 3
     proxy.clear()
-    assert Remote(s3).files(out) == expected
+    assert Remote(s3).files(out) == expected_large
     assert s3.uploads() == []
     assert command(*run, "--overwrite").code == 0
-    assert Remote(s3).files(out) != expected
+    assert Remote(s3).files(out) != expected_large
 
 
 def test_a_mark_that_is_not_ours_is_refused(s3: Bucket, weights: str) -> None:
@@ -766,7 +807,7 @@ def test_memory_stays_within_what_was_asked_for(s3: Bucket, tmp_path: Path) -> N
     assert nbytes > 80_000_000
 
 
-@pytest.mark.parametrize("memory", ["1MB", "1"])
+@pytest.mark.parametrize("memory", ["64KB", "1"])
 def test_less_memory_than_a_window_needs_will_do(
     memory: str, weights: str, expected: dict[str, bytes], s3: Bucket
 ) -> None:
@@ -785,11 +826,11 @@ def test_a_new_save_is_listed_as_being_saved(s3: Bucket) -> None:
 
 @pytest.mark.parametrize("configured", ["when_supported", "when_required"])
 def test_the_store_can_compare_each_part_with_its_checksum(
-    configured: str, weights: str, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    configured: str, large: str, s3: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", configured)
-    ckpttool.cp(weights, s3.url("weights"))
-    data = files_in(weights)["model.safetensors"]
+    ckpttool.cp(large, s3.url("weights"))
+    data = files_in(large)["model.safetensors"]
     parts = {int(r.query["partNumber"]): r.headers for r in proxy.requests("upload_part")}
     assert sorted(parts) == list(range(1, -(-len(data) // MIN_PART_BYTES) + 1))
     for number, headers in parts.items():
