@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -18,12 +19,14 @@ import ckpttool
 from ckpttool.cli import _output
 from tests import sampling
 from tests.cli.command import ckpttool as command
-from tests.storage import places
+from tests.storage import places, server
 from tests.storage.places import files_in
 from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
 from tests.wording import refused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.storage.places import Place
     from tests.storage.server import Bucket
 
@@ -306,15 +309,23 @@ def test_markers_of_directories_are_no_files(s3: Bucket) -> None:
     assert ckpttool.digest(s3.url("made/by/hand")) == ckpttool.digest(src)
 
 
-def test_a_directory_of_thousands(s3: Bucket) -> None:
-    """More than one page of a listing, with what is looked for on the last."""
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.fixture
+def short_pages(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A bucket on a server whose listings have pages of 20 objects, where S3 has 1000."""
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "20")
+    with server.running() as endpoint, contextlib.closing(server.client(endpoint)) as client:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        client.create_bucket(Bucket=s3.name)
+        yield server.Bucket(endpoint, s3.name, client)
 
-    place = places.Remote(s3)
-    src = place.put(source(NAME))
-    prefix = src.removeprefix(s3.url())
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda n: s3.put(f"{prefix}/aaa{n}", b""), range(1100)))
+
+def test_a_directory_of_several_pages(short_pages: Bucket) -> None:
+    """More than one page of a listing, with what is looked for on the last."""
+    src = places.Remote(short_pages).put(source(NAME))
+    prefix = src.removeprefix(short_pages.url())
+    for number in range(50):
+        short_pages.put(f"{prefix}/aaa{number}", b"")
+    assert short_pages.boto.list_objects_v2(Bucket=short_pages.name)["IsTruncated"]
     assert ckpttool.digest(src) == ckpttool.digest(source(NAME))
 
 
