@@ -329,7 +329,7 @@ def test_a_crash_at_every_operation_loses_nothing(
     assert {"create", "pwrite", "fsync", "rename", "unlink"} <= set(names)
     seen: set[tuple[str, bool]] = set()
     tried = 0
-    for number, fault in enumerate(sampling.some(_faults(names), 25, key=f"thin {committed}"), 1):
+    for number, fault in enumerate(sampling.some(_faults(names), 16, key=f"thin {committed}"), 1):
         outcome = attempt(root := fresh(number), fault)
         tried += 1
         assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)
@@ -369,7 +369,7 @@ def test_a_power_failure_loses_nothing(
     final = {p.name for p in (root / "step1").iterdir()}
     chance = random.Random("thin")  # noqa: S311
     seen: dict[Any, str] = {}
-    tried = sampling.some(range(len(machine.journal) + 1), 25, key="thin")
+    tried = sampling.some(range(len(machine.journal) + 1), 16, key="thin")
     for number in range(len(machine.journal) + 1):
         if number:
             disk.apply(machine.journal[number - 1])

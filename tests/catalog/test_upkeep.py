@@ -785,7 +785,7 @@ def test_a_kill_at_any_operation_of_a_prune_loses_nothing(
         api.prune(root, grace=0, jobs=1, **rules)
     after, files = _states(root), {p.relative_to(root) for p in root.rglob("*")}
     assert {name for name, state in after.items() if state == "whole"} == kept
-    points = sampling.some(range(len(recorded.matched)), 5, key=str(rules))
+    points = sampling.some(range(len(recorded.matched)), 4, key=str(rules))
     for at in points:
         shutil.rmtree(root)
         shutil.copytree(base, root)

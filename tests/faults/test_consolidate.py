@@ -233,7 +233,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_output_or_none(run: Run, fails: 
     names = [at for at, name in enumerate(recorded.matched) if name in {"rename", "unlink", "rmdir"}]
     every = range(len(recorded.matched))
     key = f"{run.id} {fails}"
-    for at in sorted({*sampling.some(names, 4, key=key), *sampling.some(every, 3, key=key)}):
+    for at in sorted({*sampling.some(names, 3, key=key), *sampling.some(every, 2, key=key)}):
         before = prepare()
         if (child := os.fork()) == 0:
             with contextlib.suppress(BaseException):

@@ -156,7 +156,7 @@ def test_killed(
     tried = 0
     for rank, count in enumerate(counts):
         every = itertools.product(range(count), ("before", "after"))
-        for at, how in sampling.some(every, 5, key=f"rank {rank}"):
+        for at, how in sampling.some(every, 4, key=f"rank {rank}"):
             outcomes = attempt(Fault(rank, at, how, everyone=at % 2 == 0))
             tried += 1
             assert rank in machine.dead, (rank, at, how)

@@ -30,7 +30,7 @@ def kills(names: dict[int, list[str]], *, everyone: bool) -> Iterator[Fault]:
                     yield Fault(rank, number, how, everyone=everyone)
 
 
-POINTS = 24
+POINTS = 16
 """Points of failure that are tried of each case; each case tries others."""
 
 

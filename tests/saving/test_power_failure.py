@@ -37,7 +37,7 @@ def test_power_failure(scenario: Scenario, bench: Bench, crash_points: Callable[
         ends.append(len(bench.machine.journal))
     journal, names = bench.machine.journal, bench.machine.names
     seen: set[Any] = set()
-    tried = sampling.some(range(len(journal) + 1), 40, key=scenario.id)
+    tried = sampling.some(range(len(journal) + 1), 26, key=scenario.id)
     for number in range(len(journal) + 1):
         if number:
             disk.apply(journal[number - 1])
