@@ -497,11 +497,14 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
 def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"
     build(root, row.layout, temporary)
-    _check_readers(row, str(root / row.src), root, tmp_path)
+    _check_readers(row, str(root / row.src), root, tmp_path, [*TABLE].index(name))
 
 
-def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
-    """Check that the commands that read take the checkpoint that is opened, or that all refuse the source."""
+def _check_readers(row: Row, src: str, root: Path, out: Path, number: int) -> None:
+    """Check that the commands that read take the checkpoint that is opened, or that all refuse the source.
+
+    Of the two that open it to write another one, every second row tries the one or the other.
+    """
     copy = out / "copy"
     commands: dict[str, Callable[[], Any]] = {
         "cp": lambda: ckpttool.cp(src, copy),
@@ -509,6 +512,8 @@ def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
         "consolidate": lambda: ckpttool.consolidate(src, out / "out", to="safetensors"),
         "convert": lambda: ckpttool.convert(src, out / "dcp", to="dcp"),
     }
+    if not sampling.thorough():
+        del commands["consolidate" if number % 2 else "convert"]
     made = {"cp": copy, "consolidate": out / "out", "convert": out / "dcp"}
     if row.opens == "-":
         for command in commands.values():
@@ -520,7 +525,7 @@ def _check_readers(row: Row, src: str, root: Path, out: Path) -> None:
     expected = ckpttool.digest(root / row.opens).weights
     found = {
         "digest": done["digest"].weights,
-        **{called: ckpttool.digest(path).weights for called, path in made.items()},
+        **{called: ckpttool.digest(path).weights for called, path in made.items() if called in done},
     }
     assert found == dict.fromkeys(found, expected)
 
@@ -534,15 +539,15 @@ def _in_a_bucket(most: int) -> dict[str, Row]:
 
 @pytest.mark.slow
 def test_every_command_that_reads_takes_it_in_a_bucket(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
-    for number, row in enumerate(_in_a_bucket(8).values()):
+    for number, row in enumerate(_in_a_bucket(6).values()):
         build(tmp_path / str(number) / "run", row.layout, temporary)
         s3.upload(tmp_path / str(number), f"readers/{number}")
         src = f"{s3.url(f'readers/{number}/run')}/{row.src}".rstrip("/")
-        _check_readers(row, src, tmp_path / str(number) / "run", tmp_path / str(number))
+        _check_readers(row, src, tmp_path / str(number) / "run", tmp_path / str(number), number)
 
 
 def test_a_bucket_gives_the_same_answers(s3: Bucket, tmp_path: Path, temporary: Path) -> None:
-    rows = _in_a_bucket(20)
+    rows = _in_a_bucket(14)
     for number, row in enumerate(rows.values()):
         build(tmp_path / str(number) / "run", row.layout, temporary)
     s3.upload(tmp_path, "all")
