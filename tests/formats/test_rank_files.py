@@ -69,7 +69,8 @@ def runs(tmp_path_factory: TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("job", "source"), [(job["id"], source) for job in JOBS for source in sampling.some(SOURCES, 3, key=job["id"])]
+    ("job", "source"),
+    [(job["id"], source) for job in JOBS for source in sampling.some(SOURCES, 3 if job in ODD else 2, key=job["id"])],
 )
 def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> None:
     truth = load_file(str(runs / job / "truth.safetensors"))
@@ -98,7 +99,7 @@ def test_every_value_is_that_of_the_run(job: str, source: str, runs: Path) -> No
     [
         (job, source)
         for job in ("fsdp-3-bfloat16", "hsdp-4-float32", "tp-4-float32")
-        for source in sampling.some([s for s in SOURCES if s != "shards"], 3, key=job)
+        for source in sampling.some([s for s in SOURCES if s != "shards"], 2, key=job)
     ],
 )
 def test_weights_and_optimizer_are_converted(job: str, source: str, runs: Path, tmp_path: Path) -> None:

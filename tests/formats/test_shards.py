@@ -133,7 +133,7 @@ def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampling.some(NAMES, 30, key="swapped"))
+@pytest.mark.parametrize("name", sampling.some(NAMES, 15, key="swapped"))
 def test_no_two_swapped_shards_are_taken_for_each_other(name: str, tmp_path: Path) -> None:
     """Of checkpoints that the test above, which takes one of each kind, may not take."""
     _mix(Bed(name, tmp_path), _swapped, manifest=False)
