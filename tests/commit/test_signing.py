@@ -9,7 +9,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
@@ -24,6 +24,7 @@ from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HashedFile, HostPayload, PlainFile
 from ckpttool.saving.two_phase import Request, save
 from ckpttool.storage import LOCAL, MANIFEST, connect
+from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.saving.checkpoints import part, version
 from tests.storage.large import write_weights
@@ -221,6 +222,7 @@ def test_a_missing_manifest_is_refused_if_required(signed: Path) -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=400 if sampling.thorough() else 15)
 @given(st.integers(0, 3 * MIN_CHUNK_BYTES + 5), st.lists(st.integers(1, 2 * MIN_CHUNK_BYTES), min_size=1, max_size=4))
 def test_each_chunk_has_its_sha256_however_the_bytes_come(nbytes: int, sizes: list[int]) -> None:
     data = bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
