@@ -7,6 +7,7 @@ reads it. The same run is proven before and after. The comment of a fault names 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -590,11 +591,22 @@ JOBS = [
     _sharded("hsdp", "float32", 4, "nested"),
     _sharded("2d", "float32", 4, "verl"),
 ]
-CASES = [
-    (job["id"], name)
-    for name, fault in FAULTS.items()
-    for job in sampling.some([job for job in JOBS if fault.fits(job)], 3, key=name)
-]
+
+
+def _cases() -> list[tuple[str, str]]:
+    """Return job and fault: each fault in a run under DeepSpeed and in one of DTensors, the one with the fewest yet."""
+    cases: list[tuple[str, str]] = []
+    for name, fault in FAULTS.items():
+        for of_deepspeed in (True, False):
+            fitting = [job["id"] for job in JOBS if _deepspeed(job) == of_deepspeed and fault.fits(job)]
+            if not sampling.thorough():
+                fitting.sort(key=Counter(job for job, _ in cases).__getitem__)
+                del fitting[1:]
+            cases += [(job, name) for job in fitting]
+    return cases
+
+
+CASES = _cases()
 for _job in JOBS:
     _job["faults"] = [name for job, name in CASES if job == _job["id"]]
 TIE = "a tied weight is untied, and one copy is not loaded"
