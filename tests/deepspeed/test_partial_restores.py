@@ -8,6 +8,7 @@ import pytest
 
 import ckpttool
 from ckpttool import CheckpointManager
+from tests import sampling
 from tests.deepspeed import engines
 from tests.forked import each_on_ranks
 
@@ -26,11 +27,11 @@ PARTS: dict[str, tuple[dict[str, Any], dict[str, bool]]] = {
     "weights": ({"weights_only": True}, {"load_module_only": True}),
 }
 """Options of ``ckpttool.load`` and of ``engine.load_checkpoint``."""
-JOBS: list[dict[str, Any]] = [
+JOBS: list[dict[str, Any]] = sampling.pairs(
     {"id": f"zero{stage}-{dtype}-{ranks}", "stage": stage, "dtype": dtype, "world_size": ranks}
     for stage in (0, 1, 2, 3)
     for dtype, ranks in (("fp32", 2), ("bf16", 2), ("bf16", 1))
-]
+)
 
 
 def _engine(job: dict[str, Any], seed: int) -> Any:

@@ -106,7 +106,7 @@ def test_any_of_them_is_proven_on_other_ranks_and_at_another_stage(
     saved: dict[str, list[Any]], directory: Path
 ) -> None:
     assert saved
-    jobs: list[dict[str, Any]] = [{**job, "sources": sampling.some(SAVES, 4, key=job["id"])} for job in RESTORES]
+    jobs: list[dict[str, Any]] = [{**job, "sources": sampling.some(SAVES, 2, key=job["id"])} for job in RESTORES]
     found = each_on_ranks(_restore, jobs, directory)
     for job in jobs:
         for told in found[job["id"]]:
