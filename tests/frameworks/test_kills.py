@@ -23,7 +23,7 @@ COUNT = 5 if sampling.thorough() else 2
 SEEDS = range(14) if sampling.thorough() else range(1)
 """Runs of each framework. A run must be short: over 300 steps, sums in the order of other ranks change losses by 1e-3,
 in runs that are not killed as well."""
-STEPS = {"trainer": 8 * COUNT, "accelerate": 8 * COUNT, "lightning": 32 * COUNT}
+STEPS = {"trainer": 6 * COUNT, "accelerate": 6 * COUNT, "lightning": 32 * COUNT}
 """Steps of a run: enough for most of the kills."""
 KILLS = {"count": COUNT, "start": 4.0, "seconds": 0.3}
 EPOCH = 4

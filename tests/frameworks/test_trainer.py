@@ -87,7 +87,7 @@ def _only_best() -> dict[str, Any]:
     }  # fmt: skip
 
 
-BEST_ROOTS = sampling.some(["bucket-falling", "beside-rising", "bucket-rising", "inside-rising"], 2)
+BEST_ROOTS = sampling.some(["bucket-falling", "beside-rising", "inside-rising", "bucket-rising"], 2)
 """Runs that keep the best checkpoint: where it lies, in or beside the Trainer's output, and how the losses go."""
 
 
