@@ -60,7 +60,7 @@ lowest:  ## run the quick tests with the lowest versions of all dependencies (PY
 
 # Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-of: $(READY)  ## run the tests of modules (MODULE="ckpttool/plan/split.py ...")
 	$(BIN)/python -m pytest -q $$($(BIN)/python -m tests.of_module $(MODULE))

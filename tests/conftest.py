@@ -29,6 +29,8 @@ settings.load_profile("default")
 LONG = ("tests/pages/", "tests/storage/", "tests/saving/")
 """Directories with files that take longest, of those without DeepSpeed: begun last, one of them would be waited for."""
 
+# What is imported and collected lives as long as the process; ``pytest_collection_finish`` enables it again.
+gc.disable()
 # DeepSpeed asks this when it is imported; the tests that use it have no other accelerator to offer.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -61,9 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Keep what was imported and collected out of the garbage collector, whose work is then less; so is a fork's."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(*server.RARE_COLLECTIONS)
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,6 +34,7 @@ IMPORTED = (
 
 def _serve() -> tuple[str, dict[str, str]] | None:
     """Fork a process for each call; return the call in that process, and None in this one at the end."""
+    gc.disable()  # what is imported lives as long as the process
     import pytest  # noqa: F401  the modules of tests import it
     from recipes import common
 
@@ -44,6 +45,7 @@ def _serve() -> tuple[str, dict[str, str]] | None:
         importlib.import_module(name)
     common.preload()
     gc.set_threshold(*RARE_COLLECTIONS)
+    gc.enable()
     for line in iter(sys.stdin.readline, ""):
         directory, environment, modules = json.loads(line)
         for name in modules:

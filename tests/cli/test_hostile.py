@@ -371,7 +371,7 @@ def test_client_state_without_end_is_shown_up_to_a_limit(checkpoint_copy: Callab
     edit_model(
         root,
         lambda s: s.update(
-            laughs=damage.laughs(), cycle=damage.cycle(), texts=[big] * 100_000, keys=[{big: 1}] * 100_000
+            laughs=damage.laughs(), cycle=damage.cycle(), texts=[big] * 30_000, keys=[{big: 1}] * 30_000
         ),
     )
     outcomes = _assert_harmless(root, _commands(root, root.parent))

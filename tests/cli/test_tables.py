@@ -14,6 +14,7 @@ from rich.cells import cell_len
 
 import ckpttool as api
 from ckpttool.blocks import ELLIPSIS, Facts, Line, Table, shortened
+from tests import sampling
 from tests.cli.command import ckpttool, in_terminal, plain
 from tests.truth import source
 
@@ -41,8 +42,17 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("columns", [60, *(pytest.param(width, marks=pytest.mark.slow) for width in (80, 120))])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        *((name, 60) for name in COMMANDS),
+        *(
+            pytest.param(name, columns, marks=pytest.mark.slow)
+            for number, name in enumerate(COMMANDS)
+            for columns in ((80, 120) if sampling.thorough() else ((80, 120)[number % 2],))
+        ),
+    ],
+)
 def test_no_number_breaks_on_a_terminal(name: str, columns: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (3, 6):

@@ -151,7 +151,7 @@ for name, data in cases.items():
 """
 
 
-BOMBS = sampling.some(bombs(), 9)
+BOMBS = sampling.some(bombs(), 7)
 
 
 @pytest.fixture(scope="module")

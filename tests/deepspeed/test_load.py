@@ -85,7 +85,7 @@ WITHOUT_ZERO = [
     Case("zero2-dp3-bf16-muon", 0, 1, optimizer="muon"),
     Case("zero2-dp2-bf16-sgd", 0, 1, optimizer="sgd"),
 ]
-CONVERTED = sampling.some([*PLANNED, *NATIVE], 8)
+CONVERTED = sampling.some([*PLANNED, *NATIVE], 5)
 """Those that are compared with a load of what a conversion has written for the same engine."""
 WEIGHTS = [Case("zero3-dp4-bf16", stage, 2) for stage in range(4)]
 WEIGHTS.append(Case("zero2-dp2-fp16", 3, 3))
@@ -95,8 +95,11 @@ CHANGES = ("shape", "more", "less", "unfrozen", "reversed", "one group", "three 
 
 def _loads(directory: Path) -> list[Load]:
     loads = []
-    loads += [case.load("resumed", source(case.source), resume={}) for case in [*PLANNED, *NATIVE]]
-    for case in CONVERTED:
+    for case in [*PLANNED, *NATIVE]:
+        # Beside each other: an engine at stage 3 changes how later ones compute, in the last bits.
+        loads.append(case.load("resumed", source(case.source), resume={}))
+        if case not in CONVERTED:
+            continue
         if case in NATIVE:
             loads.append(case.load("converted", source(case.source)))
             continue

@@ -81,7 +81,7 @@ def _runs() -> list[Run]:
 RUNS = _runs()
 ADAPTER_RUNS = [Run(stage, 2, ADAPTER) for stage in (1, 2, 3)]
 STEPPED_RUNS = [Run(stage, 2, stepped="optimizer") for stage in (1, 3)]
-TRAINED = [*sampling.some(RUNS, 20), *ADAPTER_RUNS, *STEPPED_RUNS]
+TRAINED = [*sampling.some(RUNS, 14), *ADAPTER_RUNS, *STEPPED_RUNS]
 
 
 def _train(job: dict[str, Any], directory: Path) -> None:

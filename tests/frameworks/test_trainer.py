@@ -33,7 +33,7 @@ WITHOUT_ZERO = sampling.some(
         ("peft0-again", "peft0", 0, 2), ("peft0-alone", "peft0-without", 0, 1), ("peft0-to2", "peft0-without", 2, 1),
         ("plain2-to0", "plain2", 0, 2), ("plain3-to0", "plain3", 0, 1), ("peft-to0", "peft", 0, 1),
     ],
-    3,
+    2,
 )  # fmt: skip
 """Resumes from or at stage 0: name, run that saved on two ranks, stage, ranks."""
 KILLS = [

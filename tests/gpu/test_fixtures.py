@@ -33,7 +33,7 @@ FSDP2 = sorted(p.parent.name for p in (HERE / "gpu").glob("fsdp2-*/run.json"))
 STAND_INS = sampling.some(["zero2-bf16", "zero3-fp16"], 1)
 FIXTURES = [*(("cpu", name) for name in STAND_INS), *(("cuda", name) for name in BUNDLED)]
 RESUMED = [*(("cpu", name) for name in STAND_INS), *(("cuda", name) for name in sampling.some(BUNDLED, 1))]
-CONVERTED = [*(("cpu", name) for name in STAND_INS), *(("cuda", name) for name in sampling.some(BUNDLED, 3))]
+CONVERTED = [*(("cpu", name) for name in STAND_INS), *(("cuda", name) for name in sampling.some(BUNDLED, 1))]
 """Fixtures from which engines go on."""
 RECIPE = ("name", "stage", "dtype", "world_size", "optimizer", "offload", "steps", "width", "layers")
 

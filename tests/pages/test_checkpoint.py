@@ -283,7 +283,7 @@ def _hostile(name: str) -> api.Checkpoint:
 
 
 def test_hostile_names_run_nothing(opened: Open) -> None:
-    for number, name in enumerate(some(HOSTILE, 4)):
+    for number, name in enumerate(some(HOSTILE, 2)):
         page = opened(checkpoint_page(_hostile(name)))
         page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
         page.page.focus("figure canvas")

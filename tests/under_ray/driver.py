@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",  # of workers that no test may need
+    "RAY_prestart_worker_first_driver": "0",
     "RAY_memory_usage_threshold": "0.98",  # it counts what other programs of the host use
     "RAY_worker_niceness": "0",  # by default workers wait for all other tests
 }
