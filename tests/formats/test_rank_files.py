@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.deepspeed
 
+BOTH = {("fsdp", 3), ("hsdp", 4), ("tp", 4)}
+"""Meshes that have both types; of the others one rank alone, and bfloat16, are left to ``make thorough``."""
 JOBS: list[dict[str, Any]] = [
     {"id": f"{mesh}-{ranks}-{dtype}", "mesh": mesh, "world_size": ranks, "dtype": dtype}
     for mesh, ranks in (("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4))
     for dtype in ("float32", "bfloat16")
-    if sampling.thorough() or (mesh, ranks) in {("fsdp", 3), ("hsdp", 4), ("tp", 4)} or (dtype == "float32" and ranks in {2, 4})
+    if sampling.thorough() or (mesh, ranks) in BOTH or (dtype == "float32" and ranks > 1)
 ]
 ODD: list[dict[str, Any]] = [
     {"id": "fsdp-2-reversed", "mesh": "fsdp", "parameters": "reversed"},
