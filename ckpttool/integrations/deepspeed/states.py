@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,13 +9,12 @@ import torch
 
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import has_optimizer, replaced_parameters
+from ckpttool.integrations.torch.optimizers import trial
 from ckpttool.model import MASTER, MODULE
 
 STEP = "step"
 """Name of the step: some optimizers count it per parameter, others per group, others not at all."""
 REBUILD = "build the same optimizer as in the saved run, or pass weights_only=True"
-LATER_STEPS = 15
-"""Trial steps after the first: some optimizers add states later, such as the slow weights of Lookahead."""
 _OF_NO_CLASS = frozenset(
     {
         "params",
@@ -213,21 +211,10 @@ def _trial_steps(optimizer: Any, owners: Sequence[Any]) -> _Kept | None:
     """
     if type(optimizer).__module__.partition(".")[0] == "deepspeed":
         return None  # these count steps outside of Python
-    try:
-        probe = copy.copy(optimizer)
-        parameters = [torch.nn.Parameter(torch.zeros((2,) * n)) for n in sorted({int(p.dim()) for p in owners})]
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        options = {k: v for k, v in optimizer.param_groups[0].items() if k not in {"params", "param_names"}}
-        probe.state = defaultdict(dict)
-        probe.param_groups = [{**copy.deepcopy(options), "params": parameters}]
-        with torch.random.fork_rng(devices=[]):
-            type(optimizer).step(probe)
-            states = [(parameter, dict(probe.state[parameter])) for parameter in parameters]
-            for _ in range(LATER_STEPS):
-                type(optimizer).step(probe)
-        needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
-        later = {key for parameter in parameters for key in probe.state[parameter]}
-        return _Kept(needed, {key for _, state in states for key in state}, later, tried=True)
-    except Exception:  # an optimizer may need any argument
+    parameters = [torch.nn.Parameter(torch.zeros((2,) * n)) for n in sorted({int(p.dim()) for p in owners})]
+    if (tried := trial(optimizer, optimizer.param_groups[0], parameters)) is None:
         return None
+    states = zip(parameters, tried.first, strict=True)
+    needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
+    first, last = ({key for state in states for key in state} for states in tried)
+    return _Kept(needed, first, last, tried=True)

@@ -220,6 +220,55 @@ def _places(
 # --------------------------------------------------------------------------------------------------- torch's state
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NamedTensors:
+    """The tensors of a torch model, by the names of its state dict without those of wrappers."""
+
+    module: Any
+    """The model without DDP and ``torch.compile``."""
+    parameters: Mapping[str, Any]
+    """Its parameters, each by its first name."""
+    buffers: Mapping[str, Any]
+    """Its persistent buffers."""
+    aliases: Mapping[str, str]
+    """Tied names: further name in the state dict to the first one."""
+    others: Sequence[str]
+    """Further names in the state dict: extra state, and what hooks add."""
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of parameters by identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+
+def named_tensors(model: Any) -> NamedTensors:
+    """Return the tensors of a torch model: plain, DDP, FSDP2, HSDP or tensor-parallel.
+
+    Raises:
+        ArgumentError: It is not a module, or it is the module of an engine.
+    """
+    if not isinstance(model, torch.nn.Module):
+        problem = f"is a {type(model).__name__}, not a torch.nn.Module or a DeepSpeed engine"
+        raise ArgumentError("model", problem, "pass the model that is trained")
+    module = unwrapped(model)
+    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
+        problem = "is the module of a ZeRO-3 engine, whose weights are partitioned"
+        raise ArgumentError("model", problem, "pass the engine")
+    state_dict = {plain_name(name) for name in module.state_dict()}  # after which FSDP2 has sharded parameters
+    parameters = {plain_name(full): parameter for full, parameter in module.named_parameters()}
+    buffers = {plain_name(full): buffer for full, buffer in module.named_buffers()}
+    names = {id(tensor): name for name, tensor in (*parameters.items(), *buffers.items())}
+    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named = {plain_name(name): names[id(tensor)] for name, tensor in every}
+    return NamedTensors(
+        module,
+        parameters,
+        {name: buffer for name, buffer in buffers.items() if name in state_dict},
+        {name: first for name, first in named.items() if name != first and name in state_dict},
+        sorted(state_dict - named.keys()),
+    )
+
+
 def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> LiveState:
     """Return the live state of a torch model on this rank: plain, DDP, FSDP2, HSDP or tensor-parallel.
 
@@ -231,40 +280,20 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
     Raises:
         ArgumentError: The model is not a module, or a tensor is distributed as partial sums.
     """
-    if not isinstance(model, torch.nn.Module):
-        problem = f"is a {type(model).__name__}, not a torch.nn.Module or a DeepSpeed engine"
-        raise ArgumentError("model", problem, "pass the model that is trained")
-    module = unwrapped(model)
-    if any(hasattr(parameter, "ds_tensor") for parameter in module.parameters()):
-        problem = "is the module of a ZeRO-3 engine, whose weights are partitioned"
-        raise ArgumentError("model", problem, "pass the engine")
-    state_dict = {plain_name(name) for name in module.state_dict()}
-    names: dict[int, str] = {}
-    pieces = []
-    for full, parameter in module.named_parameters():
-        name = plain_name(full)
-        names[id(parameter)] = name
-        pieces.append(piece_of(WEIGHTS, name, parameter))
-    for full, buffer in module.named_buffers():
-        names[id(buffer)] = name = plain_name(full)
-        if name in state_dict:
-            pieces.append(replace(piece_of(WEIGHTS, name, buffer), is_buffer=True))
-    every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    named = {plain_name(name): names[id(tensor)] for name, tensor in every}
-    aliases = {name: first for name, first in named.items() if name != first and name in state_dict}
-    others = sorted(state_dict - named.keys())
-    found = {} if optimizer is None else _optimizer_state(optimizer, names, pieces)
+    named = named_tensors(model)
+    pieces = [piece_of(WEIGHTS, name, parameter) for name, parameter in named.parameters.items()]
+    pieces += [replace(piece_of(WEIGHTS, name, buffer), is_buffer=True) for name, buffer in named.buffers.items()]
+    found = {} if optimizer is None else _optimizer_state(optimizer, named.names, pieces)
     of_groups = found.get("group_of", {})
-    trainable = [plain_name(full) for full, p in module.named_parameters() if p.requires_grad]
     return LiveState(
         pieces=pieces,
-        ungrouped=[name for name in trainable if name not in of_groups],
+        ungrouped=[name for name, p in named.parameters.items() if p.requires_grad and name not in of_groups],
         values=scheduler_values(scheduler),
-        aliases=aliases,
-        others=others,
-        frozen=[plain_name(full) for full, p in module.named_parameters() if not p.requires_grad],
+        aliases=named.aliases,
+        others=named.others,
+        frozen=[name for name, p in named.parameters.items() if not p.requires_grad],
         trains=optimizer is not None,
-        pending=pending_gradients(module) if optimizer is not None else "",
+        pending=pending_gradients(named.module) if optimizer is not None else "",
         **found,
     )
 

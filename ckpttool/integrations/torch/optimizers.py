@@ -1,0 +1,165 @@
+"""The states that an optimizer keeps of each parameter: which they are, and their forms, from trial steps.
+
+An optimizer makes its states in its first step. A step of the live optimizer would change the run and call its hooks;
+a step of a copy of it, on parameters of two elements in each dimension, does neither.
+
+Source: torch 2.13, optim/optimizer.py (``Optimizer.step`` and its hooks), optim/adam.py (``_init_group``).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ckpttool.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LATER_STEPS = 15
+"""Trial steps after the first: some optimizers add states later, such as the slow weights of Lookahead."""
+
+
+class Trial(NamedTuple):
+    """The states of trial parameters."""
+
+    first: list[dict[str, Any]]
+    """After the first step, by parameter."""
+    last: list[dict[str, Any]]
+    """After all steps."""
+
+
+class Form(NamedTuple):
+    """The form of one state of a parameter."""
+
+    number: bool
+    """Whether it is one number; otherwise it has the shape of the parameter."""
+    dtype: torch.dtype | None
+    """Its type; None for a Python number."""
+    device: torch.device | None
+    """Device of a number; None if it is the parameter's, or for a Python number."""
+    shape: tuple[int, ...]
+    """Shape of a number: () or (1,)."""
+    first: bool
+    """Whether the first step makes it."""
+
+
+def trial(optimizer: Any, options: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> Trial | None:
+    """Take steps of an optimizer of this class on parameters of its own, whose gradients are zero.
+
+    Args:
+        optimizer: The optimizer; it is not changed, and its hooks are not called.
+        options: Options of the parameters' group.
+        parameters: The parameters.
+
+    Returns:
+        Their states; None if an optimizer of this class cannot take such steps.
+    """
+    try:
+        probe = copy.copy(optimizer)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        own = {key: value for key, value in options.items() if key not in {"params", "param_names"}}
+        probe.state = defaultdict(dict)
+        probe.param_groups = [{**copy.deepcopy(own), "params": [*parameters]}]
+        step = inspect.unwrap(type(optimizer).step)  # without the hooks of users and profilers
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            step(probe)
+            first = [dict(probe.state[parameter]) for parameter in parameters]
+            for _ in range(LATER_STEPS):
+                step(probe)
+        return Trial(first, [dict(probe.state[parameter]) for parameter in parameters])
+    except Exception:  # an optimizer may need any argument
+        return None
+
+
+def check_class(optimizer: Any) -> None:
+    """Check that states can be given to an optimizer one by one.
+
+    Raises:
+        ArgumentError: It loads states in a way of its own, or keeps none by parameter.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        problem = "is LBFGS, which keeps one state for all parameters"
+        raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ArgumentError("optimizer", f"is a {name}, not a torch.optim.Optimizer", "pass the optimizer itself")
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        problem = f"is {name}, which loads its states in a way of its own"
+        raise ArgumentError("optimizer", problem, "load it with its framework, or pass weights_only=True")
+
+
+class Forms:
+    """The forms of the states that one group of an optimizer keeps.
+
+    Args:
+        optimizer: The optimizer.
+        group: The group.
+    """
+
+    def __init__(self, optimizer: Any, group: Mapping[str, Any]) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._known: dict[tuple[int, torch.dtype, str], dict[str, Form] | None] = {}
+
+    def of(self, parameter: Any) -> dict[str, Form] | None:
+        """Return the forms of the states of a parameter, by name; those that it has win over those of a trial step.
+
+        Returns:
+            None if neither shows them.
+        """
+        own = self._optimizer.state.get(parameter, {})
+        tried = self._tried(parameter)
+        if tried is None and not own:
+            return None
+        tried = tried or {}
+        numbers = {key for key, form in tried.items() if form.number} | {"step"}
+        return tried | {key: _form(value, parameter, number=key in numbers) for key, value in own.items()}
+
+    def _tried(self, parameter: Any) -> dict[str, Form] | None:
+        """Return the forms that a trial step shows."""
+        device = getattr(parameter, "_local_tensor", parameter).device
+        dims = max(1, parameter.dim())  # of a scalar, a moment could not be told from the step
+        key = dims, parameter.dtype, device.type
+        if key not in self._known:
+            tiny = torch.nn.Parameter(torch.zeros((2,) * dims, dtype=parameter.dtype, device=device))
+            on_cpu = {"capturable": False} if device.type == "cpu" and "capturable" in self._group else {}
+            found = trial(self._optimizer, {**self._group, **on_cpu}, [tiny])
+            self._known[key] = None if found is None else _forms(found, tiny)
+        return self._known[key]
+
+
+def _forms(found: Trial, parameter: Any) -> dict[str, Form]:
+    first, last = found.first[0], found.last[0]
+    return {key: _form(value, parameter, first=key in first) for key, value in {**first, **last}.items()}
+
+
+def _form(value: Any, parameter: Any, *, number: bool = False, first: bool = True) -> Form:
+    """Return the form of a state.
+
+    Args:
+        value: The state.
+        parameter: Its parameter.
+        number: Whether it is known to be a number, also where the parameter is one.
+        first: Whether the first step makes it.
+
+    Raises:
+        ArgumentError: It is neither a number nor a tensor of the parameter's shape.
+    """
+    if isinstance(value, bool | int | float):
+        return Form(number=True, dtype=None, device=None, shape=(), first=first)
+    if isinstance(value, torch.Tensor):
+        if value.shape == parameter.shape and not number:
+            return Form(number=False, dtype=value.dtype, device=None, shape=(), first=first)
+        if value.numel() == 1 and value.dim() <= 1:
+            local = getattr(parameter, "_local_tensor", parameter)
+            own = None if value.device == local.device else value.device
+            return Form(number=True, dtype=value.dtype, device=own, shape=tuple(value.shape), first=first)
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    problem = f"keeps {what} of a parameter of shape {list(parameter.shape)}"
+    raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
