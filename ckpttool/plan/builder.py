@@ -13,7 +13,7 @@ import numpy as np
 
 from ckpttool.dtypes import castable, itemsize
 from ckpttool.model.extents import single_runs
-from ckpttool.plan import CHECK, COPY, ConsistencyChecks, Gather, SourceFile, merge_copies
+from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, Gather, SourceFile, TargetFile, merge_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,6 +78,33 @@ class CopyBuilder:
         everything = np.concatenate(tables) if tables else np.zeros(0, dtype=COPY)
         everything = everything[np.argsort(everything["target"], kind="stable")]
         return merge_copies(everything, self.casts), tuple(gathers)
+
+
+ALIGNMENT = 64
+"""Bytes: a multiple of every element's size."""
+
+
+def pack(checkpoint: Checkpoint, ranges: Iterable[Placement]) -> tuple[CopyPlan, list[int]]:
+    """Plan one file of ranges of states, one after another, each at a multiple of ``ALIGNMENT``.
+
+    Args:
+        checkpoint: The source.
+        ranges: The ranges; their ``target`` does not count.
+
+    Returns:
+        A plan of one file, and the offset of each range in it.
+    """
+    placed, zeros, at = [], [], 0
+    for one in ranges:
+        placed.append(replace(one, target=at))
+        numel = one.state.numel - one.first if one.numel is None else one.numel
+        written = at + numel * itemsize(one.dtype)
+        at = -(-written // ALIGNMENT) * ALIGNMENT
+        zeros.append((written, at - written))
+    builder = CopyBuilder(checkpoint)
+    copies, gathers = builder.copies(placed)
+    file = TargetFile("packed", at, (), copies, gathers, tuple(zeros))
+    return CopyPlan(builder.sources, builder.casts, (file,)), [one.target for one in placed]
 
 
 SAMPLE = 256

@@ -32,11 +32,11 @@ from ckpttool.integrations.deepspeed.load import restore_engine
 from ckpttool.integrations.deepspeed.manager import CheckpointManager
 from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.rank_states import RankStates
-from ckpttool.integrations.deepspeed.read_state import load_options
 from ckpttool.integrations.deepspeed.request import Save
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
+from ckpttool.integrations.torch.run_state import load_options
 from ckpttool.saving.claim import check_not_only, check_not_pinned
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import connect, local_path, open_storage, scheme_of

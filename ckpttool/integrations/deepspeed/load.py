@@ -28,7 +28,7 @@ from ckpttool.integrations.deepspeed.engine import (
 from ckpttool.integrations.deepspeed.match import match
 from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
-from ckpttool.integrations.deepspeed.read_state import load_options, read_state
+from ckpttool.integrations.deepspeed.read_state import read_state
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import Proof, prove_state
 from ckpttool.integrations.state_comparison import Scope
@@ -38,6 +38,7 @@ from ckpttool.integrations.torch.collectives import (
     ranks_of_process_group,
     unexpected_is_damage,
 )
+from ckpttool.integrations.torch.run_state import load_options
 from ckpttool.model import MASTER, MODULE
 from ckpttool.saving.coordination import TIMEOUT, Ranks, attempt
 from ckpttool.saving.provenance import note_restored
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from ckpttool.formats import Source
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.torch.live import LiveState
+    from ckpttool.integrations.torch.load import LiveRun
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Storage
 
@@ -63,8 +65,8 @@ def load(  # noqa: PLR0913  public API
     tag: str | None = None,
     strict: bool = True,
     weights_only: bool = False,
-    optimizer: bool = True,
-    scheduler: bool = True,
+    optimizer: Any = True,
+    scheduler: Any = True,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
@@ -75,14 +77,18 @@ def load(  # noqa: PLR0913  public API
     prove: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> LoadReport:
-    """Load a checkpoint into a DeepSpeed engine with any number of ranks and any ZeRO stage.
+    """Load any checkpoint into a live run of DeepSpeed or torch, on any number of ranks and at any ZeRO stage.
 
     Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match the save, DeepSpeed
     gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks. Unlike
     ``engine.load_checkpoint`` it runs no pickle: ckpttool parses the files and builds the objects in them.
 
+    A torch model may be plain, or under DDP, FSDP2, HSDP or tensor parallelism. Its parameters, buffers and optimizer
+    states are filled in place, in the types that the run has. No step is taken, no hook is called, and gradients are
+    dropped.
+
     Args:
-        engine: The engine that ``deepspeed.initialize`` returned.
+        engine: The engine that ``deepspeed.initialize`` returned, or a torch model.
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
             of weights. Several directories if each contains the files of some ranks (node-local storage).
@@ -91,10 +97,11 @@ def load(  # noqa: PLR0913  public API
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
             the counters and the scheduler unchanged. The report has the client state.
-        optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
-            master weights, buffers, counters and the scheduler.
-        scheduler: Restore the learning-rate scheduler.
-        dry_run: Report the result of a load, without reading weights or changing the engine.
+        optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
+            optimizer's states and hyper-parameters. False: only weights, fp32 master weights, buffers, counters and the
+            scheduler are restored.
+        scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
+        dry_run: Report the result of a load, without reading weights or changing the run.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
@@ -117,11 +124,12 @@ def load(  # noqa: PLR0913  public API
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     opening = Opening(storage_options, follow_links)
+    of_torch = hasattr(engine, "named_parameters") and not hasattr(engine, "save_checkpoint")
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
-        optimizer=optimizer,
-        scheduler=scheduler,
+        optimizer=optimizer is not False if of_torch else optimizer,
+        scheduler=scheduler is not False if of_torch else scheduler,
         dry_run=dry_run,
         memory=memory,
         check=check,
@@ -131,11 +139,27 @@ def load(  # noqa: PLR0913  public API
     began = time.perf_counter()
     ranks = ranks_of_process_group("load", timeout)
     name = _named(src)
-    asked = {"tag": tag, "src": name} | options.agreed()
-    paths, storage = ranks.together(name, partial(_source, engine, src, options, opening), asked)
+    asked = {"tag": tag, "src": name, "engine": "a torch model" if of_torch else "an engine"} | options.agreed()
+
+    def begin() -> tuple[list[str], Storage, LiveRun | None]:
+        if not of_torch:
+            return *_source(engine, src, options, opening), None
+        from ckpttool.integrations.torch.load import torch_run  # imports torch
+
+        paths = source_paths(src)
+        run = torch_run(engine, optimizer, scheduler, options)
+        return paths, source_storage(paths, opening), run
+
+    paths, storage, run = ranks.together(name, begin, asked)
     read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names, module_only=weights_only)
     checkpoint = open_together(paths[0], storage, read, ranks)
-    return replace(restore_engine(engine, checkpoint, options, ranks), seconds=time.perf_counter() - began)
+    if run is None:
+        report = restore_engine(engine, checkpoint, options, ranks)
+    else:
+        from ckpttool.integrations.torch.load import load_run
+
+        report = load_run(run, checkpoint, options, ranks)
+    return replace(report, seconds=time.perf_counter() - began)
 
 
 def _source(engine: Any, src: Source, options: LoadOptions, opening: Opening) -> tuple[list[str], Storage]:

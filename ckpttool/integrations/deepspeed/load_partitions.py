@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.copies import failed_checks
@@ -16,8 +15,7 @@ from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scal
 from ckpttool.integrations.deepspeed.prepared import PackedTensor, PlannedState, Replicas
 from ckpttool.integrations.torch.objects import read_objects
 from ckpttool.model import MASTER, MODULE
-from ckpttool.plan import CopyPlan, TargetFile
-from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks, source_files
+from ckpttool.plan.builder import ALIGNMENT, Placement, pack, sample_checks, source_files
 from ckpttool.targets.zero.layout import Shape, piece, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
 
@@ -27,11 +25,8 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.prepared import LoadOptions
     from ckpttool.model import Checkpoint, State
+    from ckpttool.plan import CopyPlan
     from ckpttool.targets.zero.match import Fitted
-
-
-ALIGNMENT = 64
-"""Bytes: a multiple of every element's size."""
 
 
 def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple[CopyPlan, list[PackedTensor]]:
@@ -44,18 +39,12 @@ def plan_replicas(checkpoint: Checkpoint, tensors: Mapping[str, State]) -> tuple
     Returns:
         A plan of one file, and the offset of each tensor in it.
     """
-    packed, pieces, zeros, at = [], [], [], 0
-    for name, state in tensors.items():
-        nbytes = state.numel * itemsize(state.dtype)
-        packed.append(PackedTensor(name, state.dtype, at, nbytes))
-        pieces.append(Placement(state, state.dtype, at))
-        end = -(-(at + nbytes) // ALIGNMENT) * ALIGNMENT
-        zeros.append((at + nbytes, end - at - nbytes))
-        at = end
-    builder = CopyBuilder(checkpoint)
-    copies, gathers = builder.copies(pieces)
-    file = TargetFile("replicas", at, (), copies, gathers, tuple(zeros))
-    return CopyPlan(builder.sources, builder.casts, (file,)), packed
+    plan, offsets = pack(checkpoint, (Placement(state, state.dtype, 0) for state in tensors.values()))
+    packed = [
+        PackedTensor(name, state.dtype, at, state.nbytes)
+        for (name, state), at in zip(tensors.items(), offsets, strict=True)
+    ]
+    return plan, packed
 
 
 LEAST_SLICE_BYTES = 1 << 22

@@ -32,7 +32,7 @@ class LoadReport:
     method: str
     """"native" if DeepSpeed got the content of its own files, "planned" if each rank read its ranges of the source."""
     dry_run: bool
-    """True if the engine was not changed."""
+    """True if the engine or the torch run was not changed."""
     weights_only: bool
     """True if only weights were requested."""
     optimizer: bool
@@ -42,9 +42,9 @@ class LoadReport:
     source_stage: int | None
     """Its ZeRO stage; None for a format without stages."""
     target: Topology
-    """Ranks of the engine."""
-    target_stage: int
-    """Its ZeRO stage."""
+    """Ranks of the engine, or of the torch run."""
+    target_stage: int | None
+    """Its ZeRO stage; None for a torch run."""
     parameters: int
     """Parameters restored."""
     elements: int
@@ -126,10 +126,11 @@ class LoadReport:
         verb = "would restore" if self.dry_run else "restored"
         step = "" if self.step is None else f" of step {self.step}"
         was = "no stage" if self.source_stage is None else f"ZeRO-{self.source_stage}"
+        now = "torch" if self.target_stage is None else f"ZeRO-{self.target_stage}"
         lines = [
             f"{self.path}: {verb} {self.parameters} parameters ({self.elements:,} elements) and {self.buffers} "
             f"buffers{step} in {self.seconds:.1f} s",
-            f"from {was} over {_ranks(self.source)} to ZeRO-{self.target_stage} over {_ranks(self.target)} "
+            f"from {was} over {_ranks(self.source)} to {now} over {_ranks(self.target)} "
             f"({self.method}, {format_size(self.nbytes_read)} read by this rank)",
         ]
         held = [*self.states]
@@ -139,7 +140,9 @@ class LoadReport:
             held.append(f"rank states of {len(self.rank_states)} ranks" if self.rank_state is None else "rank state")
         lines.append(f"with it: {', '.join(held) or 'only weights'}")
         lines += [f"missing in the checkpoint, unchanged: {listed(self.missing)}"] * bool(self.missing)
-        lines += [f"not in the engine, left out: {listed(self.unexpected)}"] * bool(self.unexpected)
+        lines += [
+            f"not in the {'model' if self.target_stage is None else 'engine'}, left out: {listed(self.unexpected)}"
+        ] * bool(self.unexpected)
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines if self.proof is None else [*lines, str(self.proof)])
 

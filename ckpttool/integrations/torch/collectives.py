@@ -138,9 +138,10 @@ def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, ranks: Ranks)
     """
     import torch.distributed as dist
 
-    fragments: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fragments, checks.take_fragments().tobytes())
-    ranks.together(checkpoint.location, partial(_check_share, checks, checkpoint, fragments, dist.get_rank()))
+    fragments: list[Any] = [checks.take_fragments().tobytes()] * ranks.size
+    if ranks.size > 1:
+        dist.all_gather_object(fragments, fragments[ranks.rank])
+    ranks.together(checkpoint.location, partial(_check_share, checks, checkpoint, fragments, ranks.rank))
 
 
 def _check_share(checks: ReadChecks, checkpoint: Checkpoint, fragments: Sequence[bytes], rank: int) -> None:

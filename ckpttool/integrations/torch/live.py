@@ -72,7 +72,7 @@ class Piece:
     @property
     def dtype(self) -> str:
         """Its dtype in safetensors' spelling."""
-        return BY_TORCH_NAME[str(self.tensor.dtype).removeprefix("torch.")].name
+        return type_name(self.tensor.dtype)
 
     @property
     def first(self) -> int | None:
@@ -366,6 +366,11 @@ def number_of(key: str, value: Any, parameter: Any) -> float | None:
     if key != STEP and value.shape == parameter.shape:
         return None
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def type_name(dtype: Any) -> str:
+    """Return a torch dtype in safetensors' spelling."""
+    return BY_TORCH_NAME[str(dtype).removeprefix("torch.")].name
 
 
 def type_of(number: Any) -> str:

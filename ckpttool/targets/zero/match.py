@@ -54,6 +54,8 @@ class Fitted:
     """Parameters whose states the checkpoint lacks in part or wholly."""
     buffers: Mapping[str, State] = field(default_factory=dict)
     """The model's buffers that the checkpoint has."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """The checkpoint's name of each parameter of the model."""
     missing: tuple[str, ...] = ()
     """Parameters and buffers of the model that are not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
@@ -163,6 +165,7 @@ class _Matcher:
             checkpoint=checkpoint,
             fresh=frozenset(fresh),
             buffers=buffers,
+            stored={name: self._source_name(name) for name in self.live.shapes},
             missing=tuple(self.missing),
             unexpected=tuple(unexpected),
             unrestored_groups=tuple(unrestored),

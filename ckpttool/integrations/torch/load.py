@@ -1,0 +1,529 @@
+"""Load a checkpoint of any format into a live torch run: plain, DDP, FSDP2, HSDP, tensor parallelism, or several.
+
+Each rank reads only the parts that it has. As a load into an engine, it has two halves: all ranks read, and agree that
+all reads succeeded; then each fills its tensors in place. No step of the optimizer is taken and no hook is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from ckpttool.dtypes import BY_TORCH_NAME, castable
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.copies import failed_checks
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import VirtualFile
+from ckpttool.formats import in_order
+from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.integrations.proof import prove_state
+from ckpttool.integrations.state_comparison import Scope
+from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
+from ckpttool.integrations.torch.live import NamedTensors, live_state, named_tensors, piece_of, type_name
+from ckpttool.integrations.torch.optimizers import Forms, check_class
+from ckpttool.integrations.torch.run_state import load_options, read_run_state
+from ckpttool.model import Topology
+from ckpttool.model.names import with_names_of
+from ckpttool.model.state_digest import STEP, WEIGHTS
+from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
+from ckpttool.saving.coordination import attempt
+from ckpttool.targets.zero.match import LiveModel, fit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from ckpttool.execution.checks import ReadChecks
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.torch.live import Piece
+    from ckpttool.integrations.torch.optimizers import Form
+    from ckpttool.model import Checkpoint, ParamGroup, ScalarState, State
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.targets.zero.match import Fitted
+
+OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Options of a group that say how a run computes; it keeps its own."""
+OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+"""Options that schedulers add to a group."""
+REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRun:
+    """A live torch run on this rank."""
+
+    named: NamedTensors
+    """The model's tensors."""
+    optimizers: Sequence[Any]
+    """Its optimizers; empty if only weights are loaded."""
+    scheduler: Any
+    """The learning-rate scheduler, or None."""
+
+    @property
+    def groups(self) -> list[tuple[Any, dict[str, Any]]]:
+        """All groups, each with its optimizer."""
+        return [(owner, group) for owner in self.optimizers for group in owner.param_groups]
+
+    def trained(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of the trained parameters of a group.
+
+        Raises:
+            ArgumentError: The model does not have one of its parameters.
+        """
+        names = self.named.names
+        own = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if strangers := sum(id(parameter) not in names for parameter in own):
+            hint = "make it after the model is wrapped: fully_shard replaces parameters"
+            raise ArgumentError("optimizer", f"has {strangers} parameters that the model lacks", hint)
+        return [names[id(parameter)] for parameter in own]
+
+    def model(self) -> LiveModel:
+        """Return the names and shapes that a checkpoint is matched with."""
+        return LiveModel(
+            shapes={name: tuple(p.shape) for name, p in self.named.parameters.items()},
+            groups=[self.trained(group) for _, group in self.groups],
+            buffers={name: tuple(b.shape) for name, b in self.named.buffers.items()},
+            aliases=self.named.aliases,
+            others=self.named.others,
+        )
+
+
+def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) -> LiveRun:
+    """Return the live run of the arguments of ``ckpttool.load``.
+
+    Args:
+        model: The module.
+        optimizer: Its optimizer, or a list of several; True or False if none is passed.
+        scheduler: Its scheduler; True or False if none is passed.
+        options: What to load.
+
+    Raises:
+        ArgumentError: An argument is missing, or has another type.
+    """
+    named = named_tensors(model)
+    for name, tensor in (*named.parameters.items(), *named.buffers.items()):
+        if tensor.is_meta:
+            raise ArgumentError(name, "is on the meta device, without memory", "call model.to_empty(device=...) first")
+    if options.without_optimizer:
+        optimizers: list[Any] = []
+    elif isinstance(optimizer, bool) or optimizer is None:
+        hint = "pass optimizer=..., or weights_only=True for the weights alone"
+        raise ArgumentError("optimizer", "of the model is not passed", hint)
+    else:
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for one in optimizers:
+        check_class(one)
+    given = None if isinstance(scheduler, bool) or options.weights_only else scheduler
+    if given is not None and not hasattr(given, "load_state_dict"):
+        raise ArgumentError("scheduler", f"is a {type(given).__name__}, not a scheduler", "pass the scheduler itself")
+    return LiveRun(named, optimizers, given)
+
+
+class _Wanted(NamedTuple):
+    """A tensor of this rank that is to be filled."""
+
+    key: str
+    """"weights", or the state of the optimizer."""
+    name: str
+    """Parameter or buffer of the model."""
+    state: State
+    """Its values in the checkpoint."""
+    piece: Piece
+    """The part that this rank has: of the tensor, or of its parameter."""
+    dtype: str
+    """The type to fill it in, safetensors' spelling."""
+
+    @property
+    def placement(self) -> Placement:
+        """The range to read: of a part that is no run of elements, all columns of its rows."""
+        part, shape = self.piece.tensor, self.piece.shape
+        if self.piece.first is not None:
+            return Placement(self.state, self.dtype, 0, self.piece.first, part.numel())
+        starts = cast("tuple[int, ...]", self.piece.starts)
+        row = math.prod(shape[1:])
+        return Placement(self.state, self.dtype, 0, starts[0] * row, part.shape[0] * row if part.numel() else 0)
+
+    def values(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the values of the part: those of its rows, cut to its columns."""
+        part = self.piece.tensor
+        if self.piece.first is not None or not part.numel():
+            return found.view(part.shape)
+        starts = cast("tuple[int, ...]", self.piece.starts)
+        rows = found.view(part.shape[0], *self.piece.shape[1:])
+        return rows[tuple(slice(start, start + n) for start, n in zip((0, *starts[1:]), part.shape, strict=True))]
+
+
+class _Number(NamedTuple):
+    """A state of a parameter that is one number."""
+
+    name: str
+    key: str
+    value: float | int | bool
+    form: Form
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PreparedRun:
+    """The state of this rank, read but not yet loaded."""
+
+    checkpoint: Checkpoint
+    fitted: Fitted
+    tensors: Sequence[tuple[_Wanted, torch.Tensor]]
+    """Each tensor and its values in host memory; none after a dry run."""
+    numbers: Sequence[_Number]
+    run_state: Mapping[str, Any]
+    """Client state and scheduler."""
+    notes: tuple[str, ...]
+    nbytes_read: int
+    checks: ReadChecks | None
+
+
+def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> LoadReport:
+    """Load an open checkpoint into a torch run; call it on every rank with the same checkpoint.
+
+    Raises:
+        ProofError: As for ``ckpttool.load``.
+        CkptError: The checkpoint does not fit the run or cannot be read; on every rank, before the run changed.
+    """
+    began = time.perf_counter()
+    made = attempt(partial(_prepare, run, checkpoint, options, ranks.rank))
+    prepared = ranks.together(checkpoint.location, made.result)
+    if prepared.checks is not None:
+        check_on_all_ranks(prepared.checks, checkpoint, ranks)
+    restored = False
+    if not options.dry_run:
+        with torch.no_grad():
+            restored = _commit(run, prepared, options)
+    report = _report(run, prepared, options, ranks, scheduler=restored, seconds=time.perf_counter() - began)
+    if options.prove and not options.dry_run:
+        scope = Scope(
+            weights_only=report.weights_only,
+            without_optimizer=not (report.optimizer or report.weights_only),
+            without=frozenset({"groups"} if report.groups_kept else ()) | ({"scheduler"} if not restored else set()),
+            without_names=frozenset(report.unexpected),
+            without_states_of=prepared.fitted.fresh,
+            casts=True,
+        )
+        optimizers = list(run.optimizers) or None
+        own = partial(live_state, run.named.module, optimizers, run.scheduler)
+        report = replace(report, proof=prove_state(own, prepared.checkpoint, ranks, scope))
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------- first half
+
+
+def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, rank: int) -> PreparedRun:
+    """Match, plan and read.
+
+    Raises:
+        CkptError: The checkpoint does not fit, or reading failed.
+    """
+    with unexpected_is_damage(checkpoint.location):
+        options = load_options(checkpoint, options)
+        model = run.model()
+        if run.optimizers:
+            checkpoint = in_order(checkpoint, [name for names in model.groups for name in names])
+        checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers])
+        # Numbers of single parameters are matched here: they are no obstacle to a run that keeps them by parameter.
+        bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
+        fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
+        fresh: set[str] = set()
+        wanted = [*_weights(run, fitted)]
+        numbers: list[_Number] = []
+        for (owner, group), saved in zip(run.groups, fitted.checkpoint.groups, strict=True):
+            forms = Forms(owner, group)
+            for name in saved.parameters:
+                states, own_numbers = _states_of(run, checkpoint, fitted, owner, forms, name)
+                fresh |= {name} if not states and not own_numbers else set()
+                wanted += states
+                numbers += own_numbers
+        run_state = read_run_state(checkpoint, options)
+        notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
+        tensors, nbytes, checks = _read(checkpoint, wanted, options, rank)
+        return PreparedRun(
+            checkpoint=checkpoint,
+            fitted=replace(fitted, fresh=fitted.fresh | fresh),
+            tensors=tensors,
+            numbers=numbers,
+            run_state=run_state,
+            notes=tuple(notes),
+            nbytes_read=nbytes,
+            checks=checks,
+        )
+
+
+def _weights(run: LiveRun, fitted: Fitted) -> Iterator[_Wanted]:
+    """Yield the parameters and buffers that the checkpoint has.
+
+    Raises:
+        PlanError: One has a type that cannot be converted.
+    """
+    states = {p.name: fitted.checkpoint.weights(p) for p in fitted.checkpoint.parameters if p.states}
+    for name, tensor in (*run.named.parameters.items(), *run.named.buffers.items()):
+        state = states.get(name) or fitted.buffers.get(name)
+        if state is not None:
+            piece = piece_of(WEIGHTS, name, tensor)
+            yield _wanted(fitted.checkpoint, WEIGHTS, name, state, piece, piece.dtype)
+
+
+def _wanted(checkpoint: Checkpoint, key: str, name: str, state: State, piece: Piece, dtype: str) -> _Wanted:
+    if not castable(state.dtype, dtype):
+        problem = f"has {key} of {name} in {state.dtype}, which cannot be converted to the {dtype} of the run"
+        raise PlanError(checkpoint.location, problem, "build the run with the type of the checkpoint")
+    return _Wanted(key, name, state, piece, dtype)
+
+
+def _states_of(
+    run: LiveRun, checkpoint: Checkpoint, fitted: Fitted, owner: Any, forms: Forms, name: str
+) -> tuple[list[_Wanted], list[_Number]]:
+    """Return the optimizer's states of one parameter; none if the checkpoint has none of it.
+
+    Raises:
+        PlanError: The optimizer keeps other states than the checkpoint has.
+    """
+    stored = fitted.stored[name]
+    source = next((p for p in checkpoint.parameters if p.name == stored), None)
+    if source is None or source.frozen:
+        return [], []
+    parameter = run.named.parameters[name]
+    states, numbers = source.optimizer_states, _numbers_of(checkpoint, source)
+    kept = forms.of(parameter)
+    if kept is None:
+        problem = f"is {type(owner).__name__}, whose states are unknown before its first step"
+        raise PlanError("optimizer", problem, "load it with torch, or pass weights_only=True")
+    if not states and not any(key in numbers for key, form in kept.items() if form.number and key != STEP):
+        moments = any(form.first and not form.number for form in kept.values())
+        if moments or STEP not in numbers:  # never updated
+            return [], []
+    surplus = (states.keys() | numbers.keys()) - kept.keys() - {STEP}
+    lacking = {key for key, form in kept.items() if form.first} - states.keys() - numbers.keys()
+    if surplus or lacking:
+        there = ", ".join(sorted(states.keys() | numbers.keys())) or "no states"
+        here = ", ".join(sorted(key for key, form in kept.items() if form.first)) or "no states"
+        problem = f"holds {there} of {name}, but the run's {type(owner).__name__} keeps {here}"
+        raise PlanError(checkpoint.location, problem, REBUILD)
+    piece = piece_of(WEIGHTS, name, parameter)
+    found, counted = [], []
+    for key, form in kept.items():
+        if form.number and key in numbers:
+            counted.append(_Number(name, key, numbers[key].value, form))
+        elif not form.number and key in states:
+            _check_spread(owner, parameter, key, name)
+            if states[key].shape not in {piece.shape, *([(), (1,)] if math.prod(piece.shape) == 1 else [])}:
+                problem = f"has {key} of {name} of shape {list(states[key].shape)}, not {list(piece.shape)}"
+                raise PlanError(checkpoint.location, problem, REBUILD)
+            found.append(_wanted(checkpoint, key, name, states[key], piece, type_name(form.dtype)))
+        elif key in states or key in numbers:
+            kind = "a number" if form.number else "a tensor"
+            problem = f"has {key} of {name} in another form than the run's {type(owner).__name__}, where it is {kind}"
+            raise PlanError(checkpoint.location, problem, REBUILD)
+    return found, counted
+
+
+def _numbers_of(checkpoint: Checkpoint, source: Any) -> Mapping[str, ScalarState]:
+    """Return the numbers of a parameter; the step of some optimizers is an option of their groups."""
+    from ckpttool.model import ScalarState
+
+    found = checkpoint.numbers(source)
+    known = source.group is not None and 0 <= source.group < len(checkpoint.groups)
+    options = checkpoint.groups[source.group].hyperparameters if known else {}
+    if STEP in options and STEP not in found:
+        found = {**found, STEP: ScalarState(options[STEP], None)}
+    return found
+
+
+def _check_spread(owner: Any, parameter: Any, key: str, name: str) -> None:
+    """Check that a state that the optimizer has is spread over the ranks as its parameter is.
+
+    Raises:
+        PlanError: It is not.
+    """
+    own = owner.state.get(parameter, {}).get(key)
+    if own is not None and hasattr(own, "placements") != hasattr(parameter, "placements"):
+        problem = f"has {key} of {name}, which is spread over the ranks in another way than the parameter"
+        raise PlanError("optimizer", problem, "load it with its framework, or pass weights_only=True")
+
+
+def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> Iterator[str]:
+    """Yield notes on what is rounded, dropped, or not restored."""
+    size = {"F64": 8, "F32": 4}
+    rounded = dict.fromkeys(
+        (w.key, w.state.dtype, w.dtype) for w in wanted if size.get(w.state.dtype, 2) > size.get(w.dtype, 2)
+    )
+    for key, there, here in rounded:
+        yield f"{key} are rounded from {there} to {here}, the type of the run"
+    if any(p.grad is not None for p in run.named.parameters.values()):
+        yield "the gradients that the run has are dropped"
+    if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers:
+        yield "the loss scale is not restored: a torch run keeps it in its own GradScaler"
+
+
+def _read(
+    checkpoint: Checkpoint, wanted: Sequence[_Wanted], options: LoadOptions, rank: int
+) -> tuple[list[tuple[_Wanted, torch.Tensor]], int, ReadChecks | None]:
+    """Read the parts of this rank into host memory.
+
+    Returns:
+        Each with its values, the bytes read, and the checksums of the bytes read.
+    """
+    plan, offsets = pack(checkpoint, (one.placement for one in wanted))
+    nbytes = plan.nbytes_read
+    if options.dry_run:
+        return [], nbytes, None
+    memory = torch.empty(plan.files[0].nbytes, dtype=torch.uint8)
+    checks = checks_for(source_files(checkpoint), checkpoint, options.check)
+    with Sources(source_files(checkpoint), checks) as sources:
+        if rank == 0:
+            for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
+                sources.finish_checks()  # which names a damaged file
+                raise problem
+        if len(memory):
+            with VirtualFile(plan, plan.files[0], sources, memory=options.memory_bytes) as file:
+                file.readinto(memoryview(memory.numpy()))
+        sources.check_unchanged()
+    found = []
+    for one, at in zip(wanted, offsets, strict=True):
+        numel = one.placement.numel or 0
+        dtype = _torch_type(one.dtype)
+        values = memory[at : at + numel * dtype.itemsize].view(dtype)
+        found.append((one, one.values(values)))
+    return found, nbytes, checks
+
+
+def _torch_type(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, next(key for key, dtype in BY_TORCH_NAME.items() if dtype.name == name))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ second half
+
+
+def _commit(run: LiveRun, prepared: PreparedRun, options: LoadOptions) -> bool:
+    """Fill the run in place; return whether the scheduler was restored."""
+    tensors = {**run.named.parameters, **run.named.buffers}
+    states: dict[str, dict[str, Any]] = {}
+    owners = {name: owner for owner, group in run.groups for name in run.trained(group)}
+    for wanted, values in prepared.tensors:
+        if wanted.key == WEIGHTS:
+            _local(tensors[wanted.name]).copy_(values)
+            continue
+        parameter = tensors[wanted.name]
+        own = owners[wanted.name].state.get(parameter, {}).get(wanted.key)
+        if own is None:
+            own = torch.zeros_like(parameter, dtype=_torch_type(wanted.dtype), requires_grad=False)
+        _local(own).copy_(values)
+        states.setdefault(wanted.name, {})[wanted.key] = own
+    for number in prepared.numbers:
+        parameter = tensors[number.name]
+        own = owners[number.name].state.get(parameter, {}).get(number.key)
+        states.setdefault(number.name, {})[number.key] = _filled(own, number, _local(parameter).device)
+    for name, owner in owners.items():
+        owner.state.pop(tensors[name], None)  # states that the checkpoint lacks would be stale
+        if name in states:
+            owner.state[tensors[name]] = states[name]
+    for parameter in run.named.parameters.values():
+        parameter.grad = None
+    restored = options.scheduler and _restore_scheduler(run.scheduler, prepared.run_state.get("scheduler"))
+    kept = set(prepared.fitted.unrestored_groups)
+    for number_of_group, ((_, group), saved) in enumerate(
+        zip(run.groups, prepared.fitted.checkpoint.groups, strict=True)
+    ):
+        if number_of_group not in kept:
+            _set_options(group, saved)
+    return restored
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that this rank has."""
+    tensor = tensor.detach()
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local
+
+
+def _filled(own: Any, number: _Number, device: torch.device) -> Any:
+    """Return a number in the form that the optimizer keeps it in."""
+    if number.form.dtype is None:
+        return number.value
+    if isinstance(own, torch.Tensor):
+        _local(own).fill_(number.value)
+        return own
+    return torch.full(number.form.shape, number.value, dtype=number.form.dtype, device=number.form.device or device)
+
+
+def _set_options(group: dict[str, Any], saved: ParamGroup) -> None:
+    """Give a group the saved hyper-parameters; a learning rate that is a tensor is filled in place."""
+    for key, value in saved.hyperparameters.items():
+        if key in OF_THE_RUN or (key not in group and key not in OF_SCHEDULERS):
+            continue
+        own = group.get(key)
+        plain = type(value).__mro__[1](value) if isinstance(value, float | int) and hasattr(value, "dtype") else value
+        if isinstance(own, torch.Tensor):
+            own.fill_(plain)
+        elif isinstance(own, tuple):
+            group[key] = tuple(plain)
+        else:
+            group[key] = copy.deepcopy(plain)
+
+
+def _restore_scheduler(scheduler: Any, saved: Any) -> bool:
+    """Load the state of a scheduler, if it is that of its class; return whether it was."""
+    if scheduler is None or not isinstance(saved, Mapping) or not saved.keys() >= scheduler.state_dict().keys():
+        return False
+    scheduler.load_state_dict(dict(saved))
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------- report
+
+
+def _report(
+    run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, scheduler: bool, seconds: float
+) -> LoadReport:
+    checkpoint, fitted = prepared.checkpoint, prepared.fitted
+    notes = list(prepared.notes)
+    if run.scheduler is not None and options.scheduler and not scheduler and not options.dry_run:
+        what = "has no scheduler" if checkpoint.scheduler is None else "has the scheduler of another class"
+        notes.append(f"the scheduler keeps its state: the checkpoint {what}")
+    have = [p for p in fitted.checkpoint.parameters if p.states]
+    groups = range(len(run.groups))
+    kept = tuple(n for n in groups if n in fitted.unrestored_groups)
+    return LoadReport(
+        path=checkpoint.location,
+        tag=checkpoint.tag,
+        step=checkpoint.step,
+        method="planned",
+        dry_run=options.dry_run,
+        weights_only=options.weights_only,
+        optimizer=not options.without_optimizer,
+        source=checkpoint.topology,
+        source_stage=checkpoint.stage,
+        target=Topology(data_parallel=ranks.size),
+        target_stage=None,
+        parameters=len(have),
+        elements=sum(p.numel for p in have),
+        buffers=len(fitted.buffers),
+        states=tuple(sorted(_names(prepared))),
+        groups_restored=tuple(n for n in groups if n not in kept),
+        groups_kept=kept,
+        scheduler=scheduler,
+        loss_scale=False,
+        missing=fitted.missing,
+        unexpected=fitted.unexpected,
+        notes=tuple(dict.fromkeys(notes)),
+        nbytes_read=prepared.nbytes_read,
+        seconds=seconds,
+        client_state=prepared.run_state["client_state"],
+    )
+
+
+def _names(prepared: PreparedRun) -> Iterable[str]:
+    """Return the names of the optimizer's states."""
+    return {w.key for w, _ in prepared.tensors if w.key != WEIGHTS} | {n.key for n in prepared.numbers}

@@ -1,0 +1,59 @@
+"""Read the state of a run that is no tensor of the model or the optimizer: client state and scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.commit import has_manifest
+from ckpttool.commit.manifest import commit_directory
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import VirtualFile
+from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
+from ckpttool.plan import CopyPlan
+from ckpttool.plan.builder import CopyBuilder
+from ckpttool.storage import connect
+from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.model import Checkpoint
+
+
+def read_run_state(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
+    """Return the client state and the scheduler's state, without the files of the ranks.
+
+    Raises:
+        CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
+    """
+    client_state = checkpoint.client_state
+    scheduler = None if options.weights_only else checkpoint.scheduler
+    unknown = unknown_classes([client_state, scheduler], options.allow)
+    if options.weights_only and (unknown or lacks_tensors(checkpoint, client_state)):
+        client_state = {}
+    elif unknown:
+        raise unknown_class(checkpoint.location, unknown[0])
+    values = {"client_state": client_state, "scheduler": scheduler}
+    if options.dry_run:
+        return values
+    builder = CopyBuilder(checkpoint)
+    file = TorchFileBuilder("run_state.pt", builder)
+    target = file.build({name: copy_embedded(file, checkpoint, value) for name, value in values.items()})
+    plan = CopyPlan(builder.sources, builder.casts, (target,))
+    checks = checks_for(builder.sources, checkpoint, options.check)
+    with Sources(builder.sources, checks) as sources:
+        with VirtualFile(plan, target, sources, memory=options.memory_bytes) as stream:
+            read: Mapping[str, Any] = read_objects(stream, options.allow)
+        sources.finish_checks()
+        sources.check_unchanged()
+    return read
+
+
+def load_options(checkpoint: Checkpoint, options: LoadOptions) -> LoadOptions:
+    """Return the options with all checksums to be compared, if a manifest covers every byte."""
+    storage = connect(checkpoint.storage)
+    committed = has_manifest(storage, commit_directory(storage, checkpoint.location)[0])
+    return replace(options, check="full") if committed else options
