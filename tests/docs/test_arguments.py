@@ -24,13 +24,14 @@ SHARED = {
     "inspect": ("trust_names", "follow_links"),
     "consolidate": ("jobs", "memory", "ray", "allow_partial"),
     "convert": ("resume",),
-    "load": ("strict", "weights_only", "optimizer", "scheduler"),
+    "load": ("strict", "weights_only"),
     "CheckpointManager": ("allow",),
-    "CheckpointManager.restore": ("require_committed", "require_signed"),
+    "CheckpointManager.restore": ("require_committed", "require_signed", "optimizer", "scheduler"),
 }
 """Arguments that several functions have, and the function whose text is that of all."""
 OTHER_MEANING = {
-    ("load", "memory"), ("load", "allow"), ("live_digest", "optimizer"), ("live_digest", "scheduler"),
+    ("load", "memory"), ("load", "allow"), ("load", "optimizer"), ("load", "scheduler"),
+    ("live_digest", "optimizer"), ("live_digest", "scheduler"),
     ("prove", "optimizer"), ("prove", "scheduler"), ("prove", "weights_only"), ("consolidate", "optimizer"),
     ("stats", "optimizer"), ("LazyStateDict.load_into", "strict"), ("verify", "jobs"), ("digest", "jobs"),
     ("diff", "jobs"), ("stats", "jobs"),

@@ -293,7 +293,17 @@ def _load_verl(net: Any, optimizer: Any, path: str) -> None:
         torch.optim.lr_scheduler.StepLR(optimizer, 1).load_state_dict(extra["lr_scheduler"])
 
 
+def _load_ckpttool(net: Any, optimizer: Any, path: str) -> None:
+    """Load by ckpttool, directly."""
+    import ckpttool
+
+    report = ckpttool.load(net, path, optimizer=optimizer, prove=True)
+    assert report.proof is not None
+    assert report.groups_kept == ()
+
+
 LOADERS: dict[str, Callable[[Any, Any, str], None]] = {
+    "ckpttool": _load_ckpttool,
     "nested": _load_dcp,
     "flat": functools.partial(_load_dcp, flat=True),
     "torchtitan": functools.partial(_load_dcp, flat=True, titan=True),

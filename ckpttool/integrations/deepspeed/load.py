@@ -26,7 +26,7 @@ from ckpttool.integrations.deepspeed.engine import (
     whole_layers,
 )
 from ckpttool.integrations.deepspeed.match import match
-from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
+from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState, check_switches
 from ckpttool.integrations.deepspeed.rank_states import read_rank_states
 from ckpttool.integrations.deepspeed.read_state import read_state
 from ckpttool.integrations.deepspeed.report import LoadReport
@@ -128,8 +128,8 @@ def load(  # noqa: PLR0913  public API
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
-        optimizer=optimizer is not False if of_torch else optimizer,
-        scheduler=scheduler is not False if of_torch else scheduler,
+        optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
+        scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
         dry_run=dry_run,
         memory=memory,
         check=check,
@@ -143,6 +143,7 @@ def load(  # noqa: PLR0913  public API
 
     def begin() -> tuple[list[str], Storage, LiveRun | None]:
         if not of_torch:
+            check_switches(optimizer=optimizer, scheduler=scheduler)
             return *_source(engine, src, options, opening), None
         from ckpttool.integrations.torch.load import torch_run  # imports torch
 

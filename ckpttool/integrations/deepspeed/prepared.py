@@ -30,6 +30,18 @@ class PackedTensor:
     """Size in bytes, without padding."""
 
 
+def check_switches(**switches: Any) -> None:
+    """Check options that other functions, and loads of torch models, take as objects.
+
+    Raises:
+        ArgumentError: One is an optimizer or a scheduler.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, int):
+            hint = "an engine has its own; a torch model and its optimizer are loaded by ckpttool.load"
+            raise ArgumentError(name, f"is {brief(value)}, not True or False", hint)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """Options of a load; see ``ckpttool.load`` for the arguments of the same names."""
@@ -57,10 +69,7 @@ class LoadOptions:
         Raises:
             ArgumentError: An option is an optimizer or a scheduler.
         """
-        for name in ("optimizer", "scheduler"):
-            if not isinstance(value := getattr(self, name), int):
-                hint = "an engine has its own; load a torch module with its framework, then call ckpttool.prove"
-                raise ArgumentError(name, f"is {brief(value)}, not True or False", hint)
+        check_switches(optimizer=self.optimizer, scheduler=self.scheduler)
 
     @property
     def without_optimizer(self) -> bool:

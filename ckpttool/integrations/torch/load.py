@@ -23,6 +23,7 @@ from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import in_order
+from ckpttool.integrations.deepspeed.rank_states import RankStates
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
@@ -70,6 +71,12 @@ class LiveRun:
     def groups(self) -> list[tuple[Any, dict[str, Any]]]:
         """All groups, each with its optimizer."""
         return [(owner, group) for owner in self.optimizers for group in owner.param_groups]
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the parameters in the order of the optimizers, which may list frozen ones too."""
+        names = self.named.names
+        return [names[id(p)] for _, group in self.groups for p in group["params"] if id(p) in names]
 
     def trained(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the trained parameters of a group.
@@ -180,6 +187,10 @@ class PreparedRun:
     numbers: Sequence[_Number]
     run_state: Mapping[str, Any]
     """Client state and scheduler."""
+    rank_state: Any
+    """This rank's state, if as many data-parallel ranks saved it; else None."""
+    rank_states: Sequence[Any]
+    """The states of all ranks that saved."""
     notes: tuple[str, ...]
     nbytes_read: int
     checks: ReadChecks | None
@@ -193,7 +204,7 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         CkptError: The checkpoint does not fit the run or cannot be read; on every rank, before the run changed.
     """
     began = time.perf_counter()
-    made = attempt(partial(_prepare, run, checkpoint, options, ranks.rank))
+    made = attempt(partial(_prepare, run, checkpoint, options, ranks))
     prepared = ranks.together(checkpoint.location, made.result)
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
@@ -202,7 +213,10 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         with torch.no_grad():
             restored = _commit(run, prepared, options)
     report = _report(run, prepared, options, ranks, scheduler=restored, seconds=time.perf_counter() - began)
-    if options.prove and not options.dry_run:
+    wanted = options.prove
+    if wanted is None:
+        wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
+    if wanted and not options.dry_run:
         scope = Scope(
             weights_only=report.weights_only,
             without_optimizer=not (report.optimizer or report.weights_only),
@@ -220,7 +234,7 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
 # ------------------------------------------------------------------------------------------------------- first half
 
 
-def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, rank: int) -> PreparedRun:
+def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> PreparedRun:
     """Match, plan and read.
 
     Raises:
@@ -230,7 +244,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, rank: i
         options = load_options(checkpoint, options)
         model = run.model()
         if run.optimizers:
-            checkpoint = in_order(checkpoint, [name for names in model.groups for name in names])
+            checkpoint = in_order(checkpoint, run.order)
         checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers])
         # Numbers of single parameters are matched here: they are no obstacle to a run that keeps them by parameter.
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
@@ -247,13 +261,17 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, rank: i
                 numbers += own_numbers
         run_state = read_run_state(checkpoint, options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
-        tensors, nbytes, checks = _read(checkpoint, wanted, options, rank)
+        tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
+        of_ranks = RankStates(checkpoint, options)
+        same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
         return PreparedRun(
             checkpoint=checkpoint,
             fitted=replace(fitted, fresh=fitted.fresh | fresh),
             tensors=tensors,
             numbers=numbers,
             run_state=run_state,
+            rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
+            rank_states=() if options.weights_only else of_ranks,
             notes=tuple(notes),
             nbytes_read=nbytes,
             checks=checks,
@@ -521,6 +539,8 @@ def _report(
         nbytes_read=prepared.nbytes_read,
         seconds=seconds,
         client_state=prepared.run_state["client_state"],
+        rank_state=prepared.rank_state,
+        rank_states=prepared.rank_states,
     )
 
 

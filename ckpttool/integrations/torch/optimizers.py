@@ -112,6 +112,9 @@ class Forms:
 
         Returns:
             None if neither shows them.
+
+        Raises:
+            ArgumentError: One is neither a number nor a tensor of the parameter's shape.
         """
         own = self._optimizer.state.get(parameter, {})
         tried = self._tried(parameter)
@@ -119,7 +122,7 @@ class Forms:
             return None
         tried = tried or {}
         numbers = {key for key, form in tried.items() if form.number} | {"step"}
-        return tried | {key: _form(value, parameter, number=key in numbers) for key, value in own.items()}
+        return tried | {key: self._form(key, value, parameter, number=key in numbers) for key, value in own.items()}
 
     def _tried(self, parameter: Any) -> dict[str, Form] | None:
         """Return the forms that a trial step shows."""
@@ -130,26 +133,32 @@ class Forms:
             tiny = torch.nn.Parameter(torch.zeros((2,) * dims, dtype=parameter.dtype, device=device))
             on_cpu = {"capturable": False} if device.type == "cpu" and "capturable" in self._group else {}
             found = trial(self._optimizer, {**self._group, **on_cpu}, [tiny])
-            self._known[key] = None if found is None else _forms(found, tiny)
+            self._known[key] = None if found is None else self._forms(found, tiny)
         return self._known[key]
 
+    def _forms(self, found: Trial, parameter: Any) -> dict[str, Form]:
+        first, last = found.first[0], found.last[0]
+        return {key: self._form(key, one, parameter, first=key in first) for key, one in {**first, **last}.items()}
 
-def _forms(found: Trial, parameter: Any) -> dict[str, Form]:
-    first, last = found.first[0], found.last[0]
-    return {key: _form(value, parameter, first=key in first) for key, value in {**first, **last}.items()}
+    def _form(self, key: str, value: Any, parameter: Any, *, number: bool = False, first: bool = True) -> Form:
+        """Return the form of a state; errors as for ``of``."""
+        found = _form(value, parameter, number=number, first=first)
+        if found is None:
+            problem = (
+                f"is {type(self._optimizer).__name__}, whose {key} is neither a number nor of the parameter's shape"
+            )
+            raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
+        return found
 
 
-def _form(value: Any, parameter: Any, *, number: bool = False, first: bool = True) -> Form:
-    """Return the form of a state.
+def _form(value: Any, parameter: Any, *, number: bool, first: bool) -> Form | None:
+    """Return the form of a state; None if it is neither a number nor a tensor of the parameter's shape.
 
     Args:
         value: The state.
         parameter: Its parameter.
         number: Whether it is known to be a number, also where the parameter is one.
         first: Whether the first step makes it.
-
-    Raises:
-        ArgumentError: It is neither a number nor a tensor of the parameter's shape.
     """
     if isinstance(value, bool | int | float):
         return Form(number=True, dtype=None, device=None, shape=(), first=first)
@@ -160,6 +169,4 @@ def _form(value: Any, parameter: Any, *, number: bool = False, first: bool = Tru
             local = getattr(parameter, "_local_tensor", parameter)
             own = None if value.device == local.device else value.device
             return Form(number=True, dtype=value.dtype, device=own, shape=tuple(value.shape), first=first)
-    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    problem = f"keeps {what} of a parameter of shape {list(parameter.shape)}"
-    raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
+    return None

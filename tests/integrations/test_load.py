@@ -1,0 +1,518 @@
+"""A checkpoint of any format is loaded into a live torch run of any kind, on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from tests import sampling
+from tests.damage import flip
+from tests.forked import each_on_ranks
+from tests.formats import fsdp_runs
+from tests.truth import source, truth
+from tests.wording import refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+# --------------------------------------------------------------------------------------------------- from DeepSpeed
+
+ZERO = (
+    "zero0-dp2-bf16-unfused", "zero0-dp2-fp32", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero2-dp2-bf16-round-robin",
+    "zero2-dp3-bf16", "zero3-dp4-bf16", "zero3-dp2-fp32", "zero3-dp2-bf16-sub-groups", "zero3-dp2-bf16-nvme",
+    "universal-zero2-dp2-bf16", "zero2-dp2-bf16-cpu-adam-offload", "ds0.9.5-zero3-dp2-fp16",
+)  # fmt: skip
+MESHES = (("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("2d", 4))
+FROM_ZERO: list[dict[str, Any]] = sampling.some(
+    [
+        {"id": f"{name}-on-{mesh}-{ranks}", "source": name, "mesh": mesh, "world_size": ranks}
+        for name in ZERO
+        for mesh, ranks in MESHES
+    ],
+    22,
+)
+
+
+def _wrapped(model: Any, mesh: str) -> tuple[Any, Any]:
+    """Return the model of DeepSpeed's fixtures under a kind of parallelism, and the module inside."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    ranks = dist.get_world_size()
+    if mesh == "plain":
+        return model, model
+    if mesh == "ddp":
+        return nn.parallel.DistributedDataParallel(model), model
+    if mesh == "fsdp":
+        own = init_device_mesh("cpu", (ranks,))
+    elif mesh == "hsdp":
+        own = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("ddp", "fsdp"))
+    else:
+        whole = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+        rows, columns = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, whole["tp"], {"down": rows, "frozen_proj": columns})
+        own = whole["dp"]
+    for module in (model.up, model):  # a scalar cannot be sharded
+        fully_shard(module, mesh=own, ignored_params={model.scale} if module is model else set())
+    return model, model
+
+
+def _held(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return all tensors of a run, whole, by "KEY/NAME"."""
+    found = {f"fp32/{name}": value for name, value in (*model.named_parameters(), *model.named_buffers())}
+    for name, parameter in model.named_parameters():
+        found |= {f"{key}/{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in found.items()}
+    return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in whole.items()}
+
+
+def _from_zero(job: dict[str, Any]) -> dict[str, Any]:
+    from recipes import plain
+
+    torch.manual_seed(1)
+    model, inner = _wrapped(plain.build_model(), job["mesh"])
+    optimizer = torch.optim.AdamW(plain.param_groups(inner))
+    report = ckpttool.load(model, source(job["source"]), optimizer=optimizer, prove=True)
+    held = _held(inner, optimizer)
+    tokens = torch.arange(12).reshape(2, 6)
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    options = [{key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups]
+    told = {"report": str(report), "step": report.step, "client": report.client_state, "loss": loss.item()}
+    return {**told, "held": held, "options": options, "read": report.nbytes_read}
+
+
+def test_a_run_of_torch_goes_on_with_what_deepspeed_saved() -> None:
+    found = each_on_ranks(_from_zero, FROM_ZERO, imports=["torch.distributed.fsdp"])
+    losses: dict[str, float] = {}
+    for job in FROM_ZERO:
+        expected, facts = truth(job["source"]), truth(job["source"]).facts
+        assert len(found[job["id"]]) == job["world_size"]
+        for told in found[job["id"]]:
+            held = told["held"]
+            for key, tensor in expected.tensors.items():
+                kind, _, name = key.partition("/")
+                own = f"fp32/{name}" if kind in {"buffer", "module"} else key
+                if kind == "module" and f"fp32/{name}" in expected.tensors:
+                    continue  # the copy of a master
+                if own in held:
+                    same = tensor.reshape(held[own].shape).to(held[own].dtype)  # universal files lose a scalar's shape
+                    assert torch.equal(held[own], same), (job["id"], own)
+            steps = {float(held[f"step/{name}"]) for name in ("up.weight", "scale")}
+            counted = facts.get("scalars") or [{"step": facts["adam_step"]}]  # unfused optimizers count one more
+            assert steps == {own["step"] for own in counted}, (job["id"], steps)
+            assert told["step"] == facts["global_steps"]
+            assert told["client"].keys() == ckpttool.inspect(source(job["source"])).client_state.keys()
+            assert told["loss"] == pytest.approx(losses.setdefault(job["source"], told["loss"]), rel=1e-5)
+            moments = [key for key in held if key.startswith("exp_avg/")]
+            assert {key.partition("/")[2] for key in moments} == {
+                key.partition("/")[2] for key in expected.tensors if key.startswith("exp_avg/")
+            }
+            assert f"to torch over {job['world_size']} rank" in told["report"]
+
+
+def _save_by_manager(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train an engine with a scheduler, and commit it with a state of each rank."""
+    import torch.distributed as dist
+
+    from tests.deepspeed.engines import build, held, step
+
+    engine = build(job["stage"], "fp32", "two", "adamw")
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 2, gamma=0.5)
+    engine.lr_scheduler = scheduler
+    step(engine, 3)
+    manager = ckpttool.CheckpointManager(str(directory / "run"))
+    manager.save(engine, tag="t", client_state={"n": 7}, rank_state={"rng": ckpttool.rng_state(), "r": dist.get_rank()})
+    return {"held": held(engine), "scheduler": scheduler.state_dict()}
+
+
+def _load_commit(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    torch.manual_seed(job["world_size"])
+    net = nn.Module()
+    net.a, net.b, net.c = (nn.Linear(6, 6) for _ in range(3))
+    biases, weights = ([getattr(net, name).get_parameter(kind) for name in "cab"] for kind in ("bias", "weight"))
+    optimizer = torch.optim.AdamW([{"params": biases}, {"params": weights}])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    net.forward = None
+    model = nn.parallel.DistributedDataParallel(net) if job["world_size"] > 1 else net
+    report = ckpttool.load(model, directory / "run", optimizer=optimizer, scheduler=scheduler, prove=True)
+    held = _held(net, optimizer)
+    held |= {
+        f"lr/{name}.{kind}": optimizer.param_groups[i]["lr"]
+        for i, kind in enumerate(("bias", "weight"))
+        for name in "abc"
+    }
+    rng = report.rng_state()
+    return {
+        "held": held, "scheduler": scheduler.state_dict(), "client": report.client_state, "own": report.rank_state,
+        "states": len(report.rank_states), "rng": rng is not None, "proof": str(report.proof),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_commit_of_a_manager_is_proven_by_its_digests_with_scheduler_and_rank_states(
+    stage: int, tmp_path: Path
+) -> None:
+    (saved,) = each_on_ranks(_save_by_manager, [{"id": 0, "world_size": 2, "stage": stage}], tmp_path).values()
+    found = each_on_ranks(_load_commit, [{"id": ranks, "world_size": ranks} for ranks in (1, 2, 3)], tmp_path)
+    for ranks, every in found.items():
+        for rank, told in enumerate(every):
+            for key, value in saved[0]["held"].items():
+                if not key.startswith(("module/", "bf16/")):
+                    same = torch.as_tensor(told["held"][key]), torch.as_tensor(value)
+                    assert torch.equal(*same), (ranks, key)
+            assert told["scheduler"] == saved[0]["scheduler"]
+            assert told["client"]["n"] == 7
+            assert told["states"] == 2
+            assert told["rng"]
+            assert (told["own"] or {}).get("r") == (rank if ranks == 2 else None)
+            assert "equal the state saved at step 3" in told["proof"]
+
+
+def _one_differs(job: dict[str, Any]) -> list[str]:
+    """Load where the second rank has another optimizer, other options, another model, or a file that it cannot read."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from recipes import plain
+
+    from ckpttool.integrations.torch import load
+
+    second = dist.get_rank() == 1
+    torch.manual_seed(1)
+    net = plain.build_model()
+    optimizer = torch.optim.AdamW(plain.param_groups(net))
+    before = _held(net, optimizer)
+    other = torch.optim.SGD(plain.param_groups(net), momentum=0.9)
+    fails = mock.patch.object(load, "_read", side_effect=MemoryError("none left"))
+    told = []
+    for what in ("optimizer", "strict", "model", "memory"):
+        options = {"optimizer": other if second and what == "optimizer" else optimizer}
+        options |= {"strict": not second} if what == "strict" else {}
+        model = None if second and what == "model" else net
+        with fails if second and what == "memory" else contextlib.nullcontext():
+            try:
+                ckpttool.load(model, source(job["source"]), timeout=20, **options)
+                told.append("loaded")
+            except ckpttool.CkptError as error:
+                told.append(str(error))
+    after = _held(net, optimizer)
+    same = before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    return [*told, "unchanged" if same else "changed"]
+
+
+def test_what_differs_on_one_rank_is_refused_on_all() -> None:
+    (told,) = each_on_ranks(_one_differs, [{"id": 0, "world_size": 2, "source": "zero2-dp2-bf16"}]).values()
+    optimizer, strict, model, memory, after = zip(*told, strict=True)
+    assert all("but the run's SGD keeps momentum_buffer" in text for text in optimizer)
+    assert all("rank 0 has strict True, rank 1 has False" in text for text in strict)
+    assert all(
+        "rank 1: is <torch.optim.adamw.AdamW>, not True or False; an engine has its own" in text for text in model
+    )
+    assert all("rank 1: MemoryError: none left" in text for text in memory)
+    assert after == ("unchanged",) * 2
+
+
+# -------------------------------------------------------------------------------------------------- from frameworks
+
+SAVED: list[dict[str, Any]] = [
+    {"id": "fsdp-3", "mesh": "fsdp", "world_size": 3, "dtype": "float32"},
+    {"id": "tp-4", "mesh": "tp", "world_size": 4, "dtype": "bfloat16"},
+    {"id": "hsdp-4", "mesh": "hsdp", "world_size": 4, "dtype": "float32", "parameters": "decay"},
+]
+SOURCES = ("verl/global_step_3/actor", "accelerate/checkpoint-3", "trainer/checkpoint-3", "titan/step-3", "items")
+LOADED: list[dict[str, Any]] = sampling.some(
+    [
+        {"id": f"{job['id']}-on-{mesh}-{ranks}", "saved": job["id"], "mesh": mesh, "world_size": ranks}
+        for job in SAVED
+        for mesh, ranks in (("fsdp", 1), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("tp", 4), ("3d", 4))
+    ],
+    6,
+)
+
+
+def test_a_run_goes_on_with_what_another_mesh_and_framework_saved(tmp_path: Path) -> None:
+    each_on_ranks(fsdp_runs.train, SAVED, tmp_path, imports=["torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    saved = {job["id"]: job for job in SAVED}
+    jobs = []
+    for job in LOADED:
+        root = tmp_path / job["saved"]
+        run = saved[job["saved"]]
+        of_run = {"dtype": run["dtype"], "parameters": run.get("parameters", "all")}
+        sources = [("ckpttool", str(root / name)) for name in SOURCES]
+        ckpttool.convert(root / SOURCES[2], tmp_path / job["id"] / "nested", to="dcp")
+        sources.append(("nested", str(tmp_path / job["id"] / "nested")))  # by torch's own functions: the next step
+        truths = str(root / "truth.safetensors")
+        jobs.append({**job, **of_run, "sources": sources, "truth": truths, "id": f"{job['id']}-done"})
+    each_on_ranks(fsdp_runs.resume, jobs, tmp_path, imports=["torch.distributed.checkpoint"])
+    assert all((tmp_path / job["id"]).read_text() == "loaded" for job in jobs)
+
+
+# --------------------------------------------------------------------------------------------------------- one rank
+
+
+class Net(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """A small model with a scalar, a tied weight, a frozen layer, buffers, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6, bias=False)
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, tokens: Any) -> Any:
+        """Return logits."""
+        x = self.embed(tokens)
+        x = x + self.frozen(self.down(torch.relu(self.up(x)))) * self.scale
+        return self.head(self.norm(x))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "nadam": torch.optim.NAdam,
+    "adamax": torch.optim.Adamax,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "radam": torch.optim.RAdam,
+    "adadelta": torch.optim.Adadelta,
+}
+
+
+def _run(optimizer: str = "adam", dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    made = OPTIMIZERS[optimizer](p for p in net.parameters() if p.requires_grad)
+    return net, made, torch.optim.lr_scheduler.StepLR(made, 2, gamma=0.5)
+
+
+def _train(run: tuple[Any, Any, Any], steps: range) -> list[float]:
+    net, optimizer, scheduler = run
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = net(torch.randint(0, 11, (7,))).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _save(run: tuple[Any, Any, Any], path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    net, optimizer, _ = run
+    states = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.save(states, checkpoint_id=str(path))
+
+
+def _all_of(run: tuple[Any, Any, Any]) -> dict[str, Any]:
+    net, optimizer, _ = run
+    found = {name: (t.dtype, t.tolist()) for name, t in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{key} of {name}"] = (value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_on_as_if_it_had_not_stopped(optimizer: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved = _run(optimizer, dtype)
+    _train(saved, range(3))
+    _save(saved, tmp_path / "saved")
+    expected, called = _all_of(saved), []
+    further = _train(saved, range(3, 6))
+    for how in ("fresh", "with gradients", "used"):
+        run = net, own, scheduler = _run(optimizer, dtype, seed=1)
+        if how == "with gradients":
+            (net.scale * net.unused.sum()).backward()
+        if how == "used":
+            net.unused.grad = torch.ones_like(net.unused)  # so that it has states, which the checkpoint lacks
+            _train(run, range(20, 22))
+        own.register_step_pre_hook(lambda *_: called.append(1))
+        rate = own.param_groups[0]["lr"]
+        report = ckpttool.load(net, tmp_path / "saved", optimizer=own, prove=True)
+        assert called == []
+        assert _all_of(run) == expected, how
+        assert own.param_groups[0]["lr"] is rate or optimizer != "tensor lr"
+        assert all(p.grad is None for p in net.parameters())
+        assert ("gradients" in " ".join(report.notes)) == (how == "with gradients")
+        own._optimizer_step_pre_hooks.clear()
+        scheduler.last_epoch = 3  # a checkpoint of torch has no scheduler
+        assert _train(run, range(3, 6)) == further, how
+        called.clear()
+
+
+def test_options_are_those_of_the_same_parameters(tmp_path: Path) -> None:
+    def groups(net: Any, *, cut: bool) -> list[dict[str, Any]]:
+        own = [p for p in net.parameters() if p.requires_grad]
+        matrices, others = [p for p in own if p.dim() > 1], [p for p in own if p.dim() < 2]
+        return [{"params": others}, {"params": matrices[:1]}, {"params": matrices[1:]}] if cut else [
+            {"params": matrices, "lr": 0.5, "weight_decay": 0.25}, {"params": others, "lr": 0.125},
+        ]  # fmt: skip
+
+    net, _, _ = _run()
+    optimizer = torch.optim.AdamW(groups(net, cut=False), fused=True)
+    run = net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    _train(run, range(2))
+    _save(run, tmp_path / "saved")
+    other, _, _ = _run(seed=1)
+    own = torch.optim.AdamW(groups(other, cut=True), foreach=True)
+    ckpttool.load(other, tmp_path / "saved", optimizer=own)
+    assert [(g["lr"], g["weight_decay"]) for g in own.param_groups] == [(0.125, 0.01), (0.5, 0.25), (0.5, 0.25)]
+    assert all(g["foreach"] and not g["fused"] for g in own.param_groups), "how a run computes is its own"
+
+
+def test_only_weights(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    net, optimizer, _ = _run(seed=1)
+    report = ckpttool.load(net, tmp_path / "saved", weights_only=True, prove=True)
+    assert all(torch.equal(value, saved[0].state_dict()[name]) for name, value in net.state_dict().items())
+    assert not optimizer.state
+    assert (report.weights_only, report.optimizer, report.states) == (True, False, ())
+    ckpttool.consolidate(tmp_path / "saved", tmp_path / "weights", to="safetensors", dtype="bf16")
+    other, _, _ = _run(seed=2, dtype=torch.bfloat16)
+    ckpttool.load(other, tmp_path / "weights", weights_only=True)
+    for name, value in other.named_parameters():
+        assert torch.equal(value, saved[0].get_parameter(name).bfloat16())
+
+
+def test_a_dry_run_and_a_damaged_file_change_nothing(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    run = net, optimizer, _ = _run(seed=1)
+    before = _all_of(run)
+    report = ckpttool.load(net, tmp_path / "saved", optimizer=optimizer, dry_run=True)
+    assert str(report).startswith(f"{tmp_path / 'saved'}: would restore")
+    assert _all_of(run) == before
+    file = tmp_path / "saved" / "__0_0.distcp"
+    flip(file, file.read_bytes().index(saved[0].up.weight.detach().numpy().tobytes()))
+    with pytest.raises(ckpttool.CkptError):
+        ckpttool.load(net, tmp_path / "saved", optimizer=optimizer)
+    assert _all_of(run) == before
+
+
+def test_types_are_those_of_the_run_and_what_is_rounded_is_named(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    net, optimizer, _ = _run(dtype=torch.bfloat16, seed=1)
+    report = ckpttool.load(net, tmp_path / "saved", optimizer=optimizer)
+    assert "weights are rounded from F32 to BF16, the type of the run" in report.notes
+    assert "exp_avg are rounded from F32 to BF16, the type of the run" in report.notes
+    for name, value in net.named_parameters():
+        theirs = saved[0].get_parameter(name)
+        assert torch.equal(value, theirs.bfloat16())
+        for key, own in optimizer.state.get(value, {}).items():
+            assert torch.equal(own, saved[1].state[theirs][key].to(own.dtype))
+
+
+WRONG: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "no optimizer": lambda _: {},
+    "its state": lambda run: {"optimizer": run[1].state_dict()},
+    "lbfgs": lambda run: {"optimizer": torch.optim.LBFGS(run[0].parameters())},
+    "of another model": lambda _: {"optimizer": torch.optim.Adam(nn.Linear(2, 2).parameters())},
+    "of another class": lambda run: {"optimizer": torch.optim.SGD(run[0].parameters(), momentum=0.9)},
+    "without states": lambda run: {"optimizer": torch.optim.SGD(run[0].parameters())},
+    "adafactor": lambda run: {"optimizer": torch.optim.Adafactor(run[0].parameters())},
+    "scheduler": lambda run: {"optimizer": run[1], "scheduler": 3},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_is_refused(what: str, tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    run = _run(seed=1)
+    before = _all_of(run)
+    with refused(ckpttool.CkptError):
+        ckpttool.load(run[0], tmp_path / "saved", **WRONG[what](run))
+    assert _all_of(run) == before
+
+
+def test_other_shapes_names_and_meta_are_refused(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(1))
+    _save(saved, tmp_path / "saved")
+    net, _, _ = _run()
+    net.up = nn.Linear(6, 9)
+    with refused(ckpttool.PlanError):
+        ckpttool.load(net, tmp_path / "saved", weights_only=True)
+    net, _, _ = _run()
+    net.more = nn.Linear(2, 2)
+    with refused(ckpttool.PlanError):
+        ckpttool.load(net, tmp_path / "saved", weights_only=True)
+    report = ckpttool.load(net, tmp_path / "saved", weights_only=True, strict=False)
+    assert report.missing == ("more.weight", "more.bias")
+    with torch.device("meta"):
+        meta = Net()
+    with refused(ckpttool.ArgumentError):
+        ckpttool.load(meta, tmp_path / "saved", weights_only=True)
+
+
+def test_a_wrapped_model_gets_the_values_of_its_bare_names(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    net, optimizer, _ = _run(seed=1)
+    ckpttool.load(torch.compile(net, backend="eager"), tmp_path / "saved", optimizer=optimizer, prove=True)
+    assert _all_of((net, optimizer, None)) == _all_of(saved)
+
+
+def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Any, list[Any]]:
+        torch.manual_seed(seed)
+        net = Net()
+        own = [p for p in net.parameters() if p.requires_grad]
+        matrices, others = [p for p in own if p.dim() == 2], [p for p in own if p.dim() != 2]
+        return net, [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    net, optimizers = made(0)
+    for step in range(2):
+        torch.manual_seed(step)
+        net(torch.randint(0, 11, (7,))).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    states = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizers)}
+    dcp.save(states, checkpoint_id=str(tmp_path / "saved"))
+    other, own = made(1)
+    ckpttool.load(other, tmp_path / "saved", optimizer=own, prove=True)
+    for before, after in zip(optimizers, own, strict=True):
+        assert _all_of((net, before, None)) == _all_of((other, after, None))
