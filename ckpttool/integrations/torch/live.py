@@ -222,7 +222,7 @@ def _places(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedTensors:
-    """The tensors of a torch model, by the names of its state dict without those of wrappers."""
+    """The tensors of a torch model, by the names of its state dict without the names of wrappers."""
 
     module: Any
     """The model without DDP and ``torch.compile``."""

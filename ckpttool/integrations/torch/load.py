@@ -149,7 +149,7 @@ class _Wanted(NamedTuple):
 
     @property
     def placement(self) -> Placement:
-        """The range to read: of a part that is no run of elements, all columns of its rows."""
+        """The range to read: of a part whose elements are not one run, all columns of its rows."""
         part, shape = self.piece.tensor, self.piece.shape
         if self.piece.first is not None:
             return Placement(self.state, self.dtype, 0, self.piece.first, part.numel())
@@ -158,7 +158,7 @@ class _Wanted(NamedTuple):
         return Placement(self.state, self.dtype, 0, starts[0] * row, part.shape[0] * row if part.numel() else 0)
 
     def values(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the values of the part: those of its rows, cut to its columns."""
+        """Return the values of the part: its rows, cut to its columns."""
         part = self.piece.tensor
         if self.piece.first is not None or not part.numel():
             return found.view(part.shape)
@@ -246,7 +246,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         if run.optimizers:
             checkpoint = in_order(checkpoint, run.order)
         checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers])
-        # Numbers of single parameters are matched here: they are no obstacle to a run that keeps them by parameter.
+        # Numbers of single parameters are matched here: a torch run keeps them by parameter.
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
         fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
         fresh: set[str] = set()
@@ -371,7 +371,7 @@ def _check_spread(owner: Any, parameter: Any, key: str, name: str) -> None:
 
 
 def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> Iterator[str]:
-    """Yield notes on what is rounded, dropped, or not restored."""
+    """Yield notes on state that is rounded, dropped, or not restored."""
     size = {"F64": 8, "F32": 4}
     rounded = dict.fromkeys(
         (w.key, w.state.dtype, w.dtype) for w in wanted if size.get(w.state.dtype, 2) > size.get(w.dtype, 2)
@@ -492,7 +492,7 @@ def _set_options(group: dict[str, Any], saved: ParamGroup) -> None:
 
 
 def _restore_scheduler(scheduler: Any, saved: Any) -> bool:
-    """Load the state of a scheduler, if it is that of its class; return whether it was."""
+    """Load the state of a scheduler, if a scheduler of its class saved it; return whether it did."""
     if scheduler is None or not isinstance(saved, Mapping) or not saved.keys() >= scheduler.state_dict().keys():
         return False
     scheduler.load_state_dict(dict(saved))

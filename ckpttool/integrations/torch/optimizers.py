@@ -108,7 +108,7 @@ class Forms:
         self._known: dict[tuple[int, torch.dtype, str], dict[str, Form] | None] = {}
 
     def of(self, parameter: Any) -> dict[str, Form] | None:
-        """Return the forms of the states of a parameter, by name; those that it has win over those of a trial step.
+        """Return the forms of the states of a parameter, by name; its own states win over the states of a trial step.
 
         Returns:
             None if neither shows them.

@@ -1,4 +1,4 @@
-"""Read the state of a run that is no tensor of the model or the optimizer: client state and scheduler."""
+"""Read the state of a run beside the tensors of its model and optimizer: client state and scheduler."""
 
 from __future__ import annotations
 
