@@ -155,6 +155,11 @@ def _load_commit(job: dict[str, Any], directory: Path) -> dict[str, Any]:
         for name in "abc"
     }
     rng = report.rng_state()
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    again = ckpttool.load(model, directory / "run", optimizer=optimizer, scheduler=other)
+    assert "the scheduler keeps its state: the checkpoint has the scheduler of another class" in again.notes
+    assert not again.scheduler
+    assert other.last_epoch == 0
     return {
         "held": held, "scheduler": scheduler.state_dict(), "client": report.client_state, "own": report.rank_state,
         "states": len(report.rank_states), "rng": rng is not None, "proof": str(report.proof),
@@ -446,6 +451,7 @@ WRONG: dict[str, Callable[[Any], dict[str, Any]]] = {
     "of another model": lambda _: {"optimizer": torch.optim.Adam(nn.Linear(2, 2).parameters())},
     "of another class": lambda run: {"optimizer": torch.optim.SGD(run[0].parameters(), momentum=0.9)},
     "without states": lambda run: {"optimizer": torch.optim.SGD(run[0].parameters())},
+    "with a state more": lambda run: {"optimizer": torch.optim.AdamW(run[0].parameters(), amsgrad=True)},
     "adafactor": lambda run: {"optimizer": torch.optim.Adafactor(run[0].parameters())},
     "scheduler": lambda run: {"optimizer": run[1], "scheduler": 3},
 }
@@ -490,6 +496,12 @@ def test_a_wrapped_model_gets_the_values_of_its_bare_names(tmp_path: Path) -> No
     net, optimizer, _ = _run(seed=1)
     ckpttool.load(torch.compile(net, backend="eager"), tmp_path / "saved", optimizer=optimizer, prove=True)
     assert _all_of((net, optimizer, None)) == _all_of(saved)
+    _save(
+        (nn.ModuleDict({"_orig_mod": saved[0]}), *saved[1:]), tmp_path / "wrapped"
+    )  # as the names of a compiled model
+    other, own, _ = _run(seed=2)
+    ckpttool.load(other, tmp_path / "wrapped", optimizer=own, prove=True)
+    assert _all_of((other, own, None)) == _all_of(saved)
 
 
 def test_two_optimizers_of_one_model(tmp_path: Path) -> None:

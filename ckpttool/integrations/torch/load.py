@@ -245,7 +245,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         model = run.model()
         if run.optimizers:
             checkpoint = in_order(checkpoint, run.order)
-        checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers])
+        checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers, *model.aliases])
         # Numbers of single parameters are matched here: a torch run keeps them by parameter.
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
         fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
@@ -485,8 +485,6 @@ def _set_options(group: dict[str, Any], saved: ParamGroup) -> None:
         plain = type(value).__mro__[1](value) if isinstance(value, float | int) and hasattr(value, "dtype") else value
         if isinstance(own, torch.Tensor):
             own.fill_(plain)
-        elif isinstance(own, tuple):
-            group[key] = tuple(plain)
         else:
             group[key] = copy.deepcopy(plain)
 
