@@ -206,3 +206,11 @@ def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:
             yield (start, numel, int(extent["file"]), offset, 0, runs, b.pitch, b.stride)
         run, within = run + runs, 0
         at = b.source + run * b.stride
+
+
+def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements of a live tensor share memory, so that torch cannot write into it.
+
+    Source: torch 2.13, aten/src/ATen/MemoryOverlap.cpp (``has_internal_overlap``).
+    """
+    return any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))

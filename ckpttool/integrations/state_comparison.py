@@ -469,7 +469,7 @@ class _Sides:
             return LeftOut(Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name)
         if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
             return LeftOut(Reason.FROZEN, name)
-        if kind == OPTION and "groups" in scope.without:
+        if kind == OPTION and {"groups", key} & scope.without:
             return LeftOut(Reason.OPTIONS)
         as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
         if kind == STATE and key in as_values:  # one side has it partitioned like the weights

@@ -172,13 +172,15 @@ def test_a_commit_of_a_manager_is_proven_by_its_digests_with_scheduler_and_rank_
 ) -> None:
     (saved,) = each_on_ranks(_save_by_manager, [{"id": 0, "world_size": 2, "stage": stage}], tmp_path).values()
     found = each_on_ranks(_load_commit, [{"id": ranks, "world_size": ranks} for ranks in (1, 2, 3)], tmp_path)
+    rates, last = (saved[0]["scheduler"][key] for key in ("base_lrs", "_last_lr"))
+    assert rates[0] != rates[1]
     for ranks, every in found.items():
         for rank, told in enumerate(every):
             for key, value in saved[0]["held"].items():
                 if not key.startswith(("module/", "bf16/")):
                     same = torch.as_tensor(told["held"][key]), torch.as_tensor(value)
                     assert torch.equal(*same), (ranks, key)
-            assert told["scheduler"] == saved[0]["scheduler"]
+            assert told["scheduler"] == {**saved[0]["scheduler"], "base_lrs": rates[::-1], "_last_lr": last[::-1]}
             assert told["client"]["n"] == 7
             assert told["states"] == 2
             assert told["rng"]
@@ -221,7 +223,7 @@ def _one_differs(job: dict[str, Any]) -> list[str]:
 def test_what_differs_on_one_rank_is_refused_on_all() -> None:
     (told,) = each_on_ranks(_one_differs, [{"id": 0, "world_size": 2, "source": "zero2-dp2-bf16"}]).values()
     optimizer, strict, model, memory, after = zip(*told, strict=True)
-    assert all("but the run's SGD keeps momentum_buffer" in text for text in optimizer)
+    assert all("rank 0 has optimizer ['AdamW'], rank 1 has ['SGD']" in text for text in optimizer)
     assert all("rank 0 has strict True, rank 1 has False" in text for text in strict)
     assert all(
         "rank 1: is <torch.optim.adamw.AdamW>, not True or False; an engine has its own" in text for text in model

@@ -140,6 +140,8 @@ def load(  # noqa: PLR0913  public API
     ranks = ranks_of_process_group("load", timeout)
     name = _named(src)
     asked = {"tag": tag, "src": name, "engine": "a torch model" if of_torch else "an engine"} | options.agreed()
+    if of_torch:
+        asked |= {"optimizer": _classes_of(optimizer), "scheduler": _classes_of(scheduler)}
 
     def begin() -> tuple[list[str], Storage, LiveRun | None]:
         if not of_torch:
@@ -161,6 +163,11 @@ def load(  # noqa: PLR0913  public API
 
         report = load_run(run, checkpoint, options, ranks)
     return replace(report, seconds=time.perf_counter() - began)
+
+
+def _classes_of(given: Any) -> list[str]:
+    """Return the classes of optimizers or schedulers, which are the same on all ranks."""
+    return [type(one).__name__ for one in (given if isinstance(given, list | tuple) else [given])]
 
 
 def _source(engine: Any, src: Source, options: LoadOptions, opening: Opening) -> tuple[list[str], Storage]:

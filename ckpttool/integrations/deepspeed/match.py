@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.errors import PlanError
+from ckpttool.formats.strided import is_expanded
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import expert_sizes, has_optimizer
 from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS
@@ -204,9 +205,7 @@ def check_module(live: LiveEngine, location: str, *, strict: bool) -> None:
             problem = "is a sparse tensor, which ckpttool does not read" if strict else ""
         elif value.is_conj() or value.is_neg():
             problem = "is a conjugate or negated view, which ckpttool does not read" if strict else ""
-        elif name in own and any(
-            size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)
-        ):
+        elif name in own and is_expanded(value.shape, value.stride()):
             problem, hint = "is an expanded view, which torch cannot load into", "register a clone() of it"
         if problem:
             raise PlanError(location, f"{name} of the model {problem}", hint)

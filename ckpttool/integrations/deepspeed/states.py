@@ -216,5 +216,5 @@ def _trial_steps(optimizer: Any, owners: Sequence[Any]) -> _Kept | None:
         return None
     states = zip(parameters, tried.first, strict=True)
     needed = {key for p, state in states for key, value in state.items() if _is_flat(value, p)}
-    first, last = ({key for state in states for key in state} for states in tried)
+    first, last = ({key for state in states for key in state} for states in (tried.first, tried.last))
     return _Kept(needed, first, last, tried=True)

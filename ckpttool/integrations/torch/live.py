@@ -39,7 +39,7 @@ from ckpttool.model.state_digest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
@@ -344,6 +344,34 @@ def pending_gradients(module: Any) -> str:
     if not found:
         return ""
     return f"the gradients of {len(found):,} parameters, to which the next backward pass adds"
+
+
+def _gradient_holders(module: Any) -> Iterator[tuple[Any, str]]:
+    """Yield each object that may have a gradient, and the attribute: FSDP2 accumulates some beside the parameters.
+
+    Source: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py (``unsharded_accumulated_grad``).
+    """
+    for parameter in module.parameters():
+        yield parameter, "grad"
+    for inner in module.modules():
+        state = inner._get_fsdp_state() if hasattr(inner, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for one in [one for group in groups if group is not None for one in group.fsdp_params]:
+            yield one, "unsharded_accumulated_grad"
+            if (unsharded := getattr(one, "_unsharded_param", None)) is not None:
+                yield unsharded, "grad"
+
+
+def has_gradients(module: Any) -> bool:
+    """Return whether a module has gradients that the next backward pass would add to."""
+    return any(getattr(holder, name, None) is not None for holder, name in _gradient_holders(module))
+
+
+def drop_gradients(module: Any) -> None:
+    """Drop the gradients of a module."""
+    for holder, name in _gradient_holders(module):
+        if getattr(holder, name, None) is not None:
+            setattr(holder, name, None)
 
 
 def unwrapped(model: Any) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from ckpttool.containers.values import Opaque
 from ckpttool.dtypes import BY_TORCH_NAME, castable
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.checks import checks_for
@@ -23,23 +23,33 @@ from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import in_order
+from ckpttool.formats.strided import is_expanded
 from ckpttool.integrations.deepspeed.rank_states import RankStates
 from ckpttool.integrations.deepspeed.report import LoadReport
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
-from ckpttool.integrations.torch.live import NamedTensors, live_state, named_tensors, piece_of, type_name
+from ckpttool.integrations.torch.live import (
+    NamedTensors,
+    drop_gradients,
+    has_gradients,
+    live_state,
+    named_tensors,
+    piece_of,
+    type_name,
+)
 from ckpttool.integrations.torch.optimizers import Forms, check_class
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
-from ckpttool.model import Topology
+from ckpttool.integrations.torch.schedulers import Unfit, check_loads, state_for
+from ckpttool.model import TensorFloat, TensorInteger, Topology
 from ckpttool.model.names import with_names_of
 from ckpttool.model.state_digest import STEP, WEIGHTS
 from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
 from ckpttool.saving.coordination import attempt
-from ckpttool.targets.zero.match import LiveModel, fit
+from ckpttool.targets.zero.match import LiveModel, fit, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.integrations.deepspeed.prepared import LoadOptions
@@ -118,6 +128,12 @@ def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) 
     for name, tensor in (*named.parameters.items(), *named.buffers.items()):
         if tensor.is_meta:
             raise ArgumentError(name, "is on the meta device, without memory", "call model.to_empty(device=...) first")
+        if is_expanded(tensor.shape, tensor.stride()):
+            raise ArgumentError(name, "is an expanded view, which torch cannot write into", "register a clone() of it")
+    extra = [name for name in named.others if name.endswith("_extra_state")]
+    if extra and options.strict:
+        problem = "is extra state of a module, which is not loaded"
+        raise ArgumentError(extra[0], problem, "pass strict=False, and it keeps the run's values")
     if options.without_optimizer:
         optimizers: list[Any] = []
     elif isinstance(optimizer, bool) or optimizer is None:
@@ -125,6 +141,8 @@ def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) 
         raise ArgumentError("optimizer", "of the model is not passed", hint)
     else:
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        if not optimizers:
+            raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or weights_only=True")
     for one in optimizers:
         check_class(one)
     given = None if isinstance(scheduler, bool) or options.weights_only else scheduler
@@ -185,8 +203,11 @@ class PreparedRun:
     tensors: Sequence[tuple[_Wanted, torch.Tensor]]
     """Each tensor and its values in host memory; none after a dry run."""
     numbers: Sequence[_Number]
-    run_state: Mapping[str, Any]
-    """Client state and scheduler."""
+    client_state: Mapping[str, Any]
+    scheduler: Mapping[str, Any] | None
+    """The state to load into the scheduler; None if it keeps its own."""
+    options: Sequence[Mapping[str, Any]]
+    """Options to set in each group."""
     rank_state: Any
     """This rank's state, if as many data-parallel ranks saved it; else None."""
     rank_states: Sequence[Any]
@@ -208,11 +229,10 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     prepared = ranks.together(checkpoint.location, made.result)
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
-    restored = False
     if not options.dry_run:
         with torch.no_grad():
-            restored = _commit(run, prepared, options)
-    report = _report(run, prepared, options, ranks, scheduler=restored, seconds=time.perf_counter() - began)
+            _commit(run, prepared)
+    report = _report(run, prepared, options, ranks, time.perf_counter() - began)
     wanted = options.prove
     if wanted is None:
         wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
@@ -220,7 +240,11 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         scope = Scope(
             weights_only=report.weights_only,
             without_optimizer=not (report.optimizer or report.weights_only),
-            without=frozenset({"groups"} if report.groups_kept else ()) | ({"scheduler"} if not restored else set()),
+            without=OF_THE_RUN.union(
+                {"groups"} if report.groups_kept else (),
+                () if report.scheduler and not prepared.fitted.regrouped else {"scheduler"},
+                _rounded(w for w, _ in prepared.tensors if w.key != WEIGHTS),
+            ),
             without_names=frozenset(report.unexpected),
             without_states_of=prepared.fitted.fresh,
             casts=True,
@@ -249,18 +273,27 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         # Numbers of single parameters are matched here: a torch run keeps them by parameter.
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
         fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
+        _check_trained(run, checkpoint, fitted)
         fresh: set[str] = set()
         wanted = [*_weights(run, fitted)]
         numbers: list[_Number] = []
+        known: list[set[str]] = []
         for (owner, group), saved in zip(run.groups, fitted.checkpoint.groups, strict=True):
             forms = Forms(owner, group)
+            known.append(forms.options)
             for name in saved.parameters:
                 states, own_numbers = _states_of(run, checkpoint, fitted, owner, forms, name)
                 fresh |= {name} if not states and not own_numbers else set()
                 wanted += states
                 numbers += own_numbers
-        run_state = read_run_state(checkpoint, options)
+        objects = [
+            {key: value for key, value in group.hyperparameters.items() if isinstance(value, Opaque)}
+            for group in fitted.checkpoint.groups
+        ]
+        run_state = read_run_state(checkpoint, options, {"options": objects})
+        scheduler, why = _scheduler_state(run, checkpoint, fitted, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
+        notes += [f"the scheduler keeps its state: {why}"] * bool(why)
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
@@ -269,13 +302,72 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             fitted=replace(fitted, fresh=fitted.fresh | fresh),
             tensors=tensors,
             numbers=numbers,
-            run_state=run_state,
+            client_state=run_state["client_state"],
+            scheduler=scheduler,
+            options=[*map(_options, fitted.checkpoint.groups, run_state["options"], known)],
             rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
             rank_states=() if options.weights_only else of_ranks,
             notes=tuple(notes),
             nbytes_read=nbytes,
             checks=checks,
         )
+
+
+def _check_trained(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> None:
+    """Check that every trained parameter of the model whose states the checkpoint has is in an optimizer.
+
+    Raises:
+        ArgumentError: One is in none.
+    """
+    own = set(run.order)
+    states = {p.name for p in checkpoint.parameters if p.optimizer_states and not p.frozen}
+    left_out = [
+        name
+        for name, parameter in run.named.parameters.items()
+        if run.optimizers and parameter.requires_grad and name not in own and fitted.stored[name] in states
+    ]
+    if left_out:
+        problem = f"lists no {listed(left_out)} of the model, whose states the checkpoint has"
+        raise ArgumentError("optimizer", problem, "pass all optimizers as a list")
+
+
+def _scheduler_state(
+    run: LiveRun, checkpoint: Checkpoint, fitted: Fitted, saved: Any, options: LoadOptions
+) -> tuple[Mapping[str, Any] | None, str]:
+    """Return the state to load into the scheduler, or None and why it keeps its own.
+
+    Raises:
+        ArgumentError: The scheduler does not take the state.
+    """
+    if run.scheduler is None or not options.scheduler:
+        return None, ""
+    group_of = {p.name: p.group for p in checkpoint.parameters}
+    places: list[int | None] = []
+    for owner, group in run.groups:
+        if owner is getattr(run.scheduler, "optimizer", owner):
+            found = {group_of.get(fitted.stored[name]) for name in run.trained(group)} - {None}
+            places.append(found.pop() if len(found) == 1 else None)
+    try:
+        state = state_for(run.scheduler, checkpoint, saved, places, len(checkpoint.groups))
+    except Unfit as unfit:
+        return None, str(unfit)
+    if not options.dry_run:
+        check_loads(run.scheduler, state)
+    return state, ""
+
+
+def _options(saved: ParamGroup, objects: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Return the options to set in a group: the saved ones that its optimizer has, or that schedulers add.
+
+    Args:
+        saved: The group of the checkpoint.
+        objects: Options that are objects of other libraries, such as numbers of numpy, built.
+        known: Options of the optimizer.
+    """
+    found = {**saved.hyperparameters, **objects}
+    if STEP in known and STEP not in found and STEP in saved.scalars:  # some optimizers count in their groups
+        found[STEP] = saved.scalars[STEP].value
+    return {key: value for key, value in found.items() if key in (known | OF_SCHEDULERS) - OF_THE_RUN}
 
 
 def _weights(run: LiveRun, fitted: Fitted) -> Iterator[_Wanted]:
@@ -370,15 +462,21 @@ def _check_spread(owner: Any, parameter: Any, key: str, name: str) -> None:
         raise PlanError("optimizer", problem, "load it with its framework, or pass weights_only=True")
 
 
+def _rounded(wanted: Iterable[_Wanted]) -> dict[str, str]:
+    """Return the names of the states that a narrower type rounds, and the two types."""
+    bits = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}
+    return {
+        one.key: f"{one.state.dtype} to {one.dtype}"
+        for one in wanted
+        if one.state.dtype != one.dtype and bits.get(one.state.dtype, 0) >= bits.get(one.dtype, 0)
+    }
+
+
 def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> Iterator[str]:
     """Yield notes on state that is rounded, dropped, or not restored."""
-    size = {"F64": 8, "F32": 4}
-    rounded = dict.fromkeys(
-        (w.key, w.state.dtype, w.dtype) for w in wanted if size.get(w.state.dtype, 2) > size.get(w.dtype, 2)
-    )
-    for key, there, here in rounded:
-        yield f"{key} are rounded from {there} to {here}, the type of the run"
-    if any(p.grad is not None for p in run.named.parameters.values()):
+    for key, types in _rounded(wanted).items():
+        yield f"{key} are rounded from {types}, the type of the run"
+    if has_gradients(run.named.module):
         yield "the gradients that the run has are dropped"
     if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers:
         yield "the loss scale is not restored: a torch run keeps it in its own GradScaler"
@@ -424,8 +522,8 @@ def _torch_type(name: str) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------------ second half
 
 
-def _commit(run: LiveRun, prepared: PreparedRun, options: LoadOptions) -> bool:
-    """Fill the run in place; return whether the scheduler was restored."""
+def _commit(run: LiveRun, prepared: PreparedRun) -> None:
+    """Fill the run in place."""
     tensors = {**run.named.parameters, **run.named.buffers}
     states: dict[str, dict[str, Any]] = {}
     owners = {name: owner for owner, group in run.groups for name in run.trained(group)}
@@ -443,20 +541,17 @@ def _commit(run: LiveRun, prepared: PreparedRun, options: LoadOptions) -> bool:
         parameter = tensors[number.name]
         own = owners[number.name].state.get(parameter, {}).get(number.key)
         states.setdefault(number.name, {})[number.key] = _filled(own, number, _local(parameter).device)
-    for name, owner in owners.items():
-        owner.state.pop(tensors[name], None)  # states that the checkpoint lacks would be stale
-        if name in states:
-            owner.state[tensors[name]] = states[name]
-    for parameter in run.named.parameters.values():
-        parameter.grad = None
-    restored = options.scheduler and _restore_scheduler(run.scheduler, prepared.run_state.get("scheduler"))
-    kept = set(prepared.fitted.unrestored_groups)
-    for number_of_group, ((_, group), saved) in enumerate(
-        zip(run.groups, prepared.fitted.checkpoint.groups, strict=True)
-    ):
-        if number_of_group not in kept:
+    for owner, group in run.groups:
+        for parameter in group["params"]:
+            owner.state.pop(parameter, None)  # states that the checkpoint lacks would be stale
+    for name, own in states.items():
+        owners[name].state[tensors[name]] = own
+    drop_gradients(run.named.module)
+    if prepared.scheduler is not None:
+        run.scheduler.load_state_dict(copy.deepcopy(dict(prepared.scheduler)))
+    for index, ((_, group), saved) in enumerate(zip(run.groups, prepared.options, strict=True)):
+        if index not in prepared.fitted.unrestored_groups:
             _set_options(group, saved)
-    return restored
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -476,38 +571,21 @@ def _filled(own: Any, number: _Number, device: torch.device) -> Any:
     return torch.full(number.form.shape, number.value, dtype=number.form.dtype, device=number.form.device or device)
 
 
-def _set_options(group: dict[str, Any], saved: ParamGroup) -> None:
-    """Give a group the saved hyper-parameters; a learning rate that is a tensor is filled in place."""
-    for key, value in saved.hyperparameters.items():
-        if key in OF_THE_RUN or (key not in group and key not in OF_SCHEDULERS):
-            continue
-        own = group.get(key)
-        plain = type(value).__mro__[1](value) if isinstance(value, float | int) and hasattr(value, "dtype") else value
-        if isinstance(own, torch.Tensor):
+def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a group the saved options; a learning rate that is a tensor is filled in place."""
+    for key, value in saved.items():
+        plain = type(value).__mro__[1](value) if isinstance(value, TensorFloat | TensorInteger) else value
+        if isinstance(own := group.get(key), torch.Tensor):
             own.fill_(plain)
         else:
             group[key] = copy.deepcopy(plain)
 
 
-def _restore_scheduler(scheduler: Any, saved: Any) -> bool:
-    """Load the state of a scheduler, if a scheduler of its class saved it; return whether it did."""
-    if scheduler is None or not isinstance(saved, Mapping) or not saved.keys() >= scheduler.state_dict().keys():
-        return False
-    scheduler.load_state_dict(dict(saved))
-    return True
-
-
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def _report(
-    run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, scheduler: bool, seconds: float
-) -> LoadReport:
+def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, seconds: float) -> LoadReport:
     checkpoint, fitted = prepared.checkpoint, prepared.fitted
-    notes = list(prepared.notes)
-    if run.scheduler is not None and options.scheduler and not scheduler and not options.dry_run:
-        what = "has no scheduler" if checkpoint.scheduler is None else "has the scheduler of another class"
-        notes.append(f"the scheduler keeps its state: the checkpoint {what}")
     have = [p for p in fitted.checkpoint.parameters if p.states]
     groups = range(len(run.groups))
     kept = tuple(n for n in groups if n in fitted.unrestored_groups)
@@ -529,14 +607,14 @@ def _report(
         states=tuple(sorted(_names(prepared))),
         groups_restored=tuple(n for n in groups if n not in kept),
         groups_kept=kept,
-        scheduler=scheduler,
+        scheduler=prepared.scheduler is not None,
         loss_scale=False,
         missing=fitted.missing,
         unexpected=fitted.unexpected,
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(prepared.notes)),
         nbytes_read=prepared.nbytes_read,
         seconds=seconds,
-        client_state=prepared.run_state["client_state"],
+        client_state=prepared.client_state,
         rank_state=prepared.rank_state,
         rank_states=prepared.rank_states,
     )

@@ -31,6 +31,8 @@ class Trial(NamedTuple):
     """After the first step, by parameter."""
     last: list[dict[str, Any]]
     """After all steps."""
+    options: dict[str, Any]
+    """Options of their group after all steps."""
 
 
 class Form(NamedTuple):
@@ -72,7 +74,8 @@ def trial(optimizer: Any, options: Mapping[str, Any], parameters: Sequence[torch
             first = [dict(probe.state[parameter]) for parameter in parameters]
             for _ in range(LATER_STEPS):
                 step(probe)
-        return Trial(first, [dict(probe.state[parameter]) for parameter in parameters])
+        last = [dict(probe.state[parameter]) for parameter in parameters]
+        return Trial(first, last, probe.param_groups[0])
     except Exception:  # an optimizer may need any argument
         return None
 
@@ -106,6 +109,8 @@ class Forms:
         self._optimizer = optimizer
         self._group = group
         self._known: dict[tuple[int, torch.dtype, str], dict[str, Form] | None] = {}
+        self.options = {*group}
+        """Options that the group has, or gets in the first steps."""
 
     def of(self, parameter: Any) -> dict[str, Form] | None:
         """Return the forms of the states of a parameter, by name; its own states win over the states of a trial step.
@@ -134,6 +139,7 @@ class Forms:
             on_cpu = {"capturable": False} if device.type == "cpu" and "capturable" in self._group else {}
             found = trial(self._optimizer, {**self._group, **on_cpu}, [tiny])
             self._known[key] = None if found is None else self._forms(found, tiny)
+            self.options |= {*found.options} if found is not None else {*()}
         return self._known[key]
 
     def _forms(self, found: Trial, parameter: Any) -> dict[str, Form]:

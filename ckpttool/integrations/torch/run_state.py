@@ -23,20 +23,27 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 
-def read_run_state(checkpoint: Checkpoint, options: LoadOptions) -> Mapping[str, Any]:
+def read_run_state(
+    checkpoint: Checkpoint, options: LoadOptions, more: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """Return the client state and the scheduler's state, without the files of the ranks.
+
+    Args:
+        checkpoint: The checkpoint.
+        options: The options of the load.
+        more: Further values of the checkpoint to build, by name.
 
     Raises:
         CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
     """
     client_state = checkpoint.client_state
-    scheduler = None if options.weights_only else checkpoint.scheduler
-    unknown = unknown_classes([client_state, scheduler], options.allow)
+    scheduler = None if options.weights_only or not options.scheduler else checkpoint.scheduler
+    unknown = unknown_classes([client_state, scheduler, more], options.allow)
     if options.weights_only and (unknown or lacks_tensors(checkpoint, client_state)):
         client_state = {}
     elif unknown:
         raise unknown_class(checkpoint.location, unknown[0])
-    values = {"client_state": client_state, "scheduler": scheduler}
+    values = {"client_state": client_state, "scheduler": scheduler, **(more or {})}
     if options.dry_run:
         return values
     builder = CopyBuilder(checkpoint)
