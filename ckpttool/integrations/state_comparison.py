@@ -79,6 +79,7 @@ class Reason(Enum):
     NO_TENSORS = "{names}: neither a parameter nor a buffer"
     CAST = "the types of {tensors} with equal values, such as {first}"
     ROUNDED = "the bits of {count} weights that the cast to a narrower type rounds"
+    ROUNDED_STATES = "the bits of {names}, which a narrower type rounds"
     UNNAMED = "{count} master weights, which the files do not name"
     OF_SOME_RANKS = "{names} ({why})"
     OF_LATER_RANKS = "{names} of the ranks after the first, which differ from it"
@@ -127,6 +128,8 @@ class Scope:
     """Parameters and buffers that were not."""
     without_states_of: frozenset[str] = frozenset()
     """Parameters whose optimizer states were not."""
+    rounds: frozenset[str] = frozenset()
+    """States ("weights", "exp_avg") that the load rounded to the type of the run."""
     casts: bool = False
     """True if the load converts types: equal values of another type are named, not refused."""
 
@@ -446,7 +449,7 @@ class _Sides:
         if live is None and name in self.checkpoint.beside:
             return LeftOut(Reason.BESIDE, name)
         trained = name in self.trained_now and not scope.weights_only
-        if key == WEIGHTS and not trained and _is_rounded(saved, live):
+        if key == WEIGHTS and (WEIGHTS in scope.rounds or not trained) and _is_rounded(saved, live):
             return LeftOut(Reason.ROUNDED, name)
         return None
 
@@ -459,6 +462,8 @@ class _Sides:
             return LeftOut(Reason.WITHOUT_OPTIMIZER if scope.without_optimizer else Reason.NO_OPTIMIZER)
         if {key, name} & (scope.without | scope.without_names | self.unproven.keys() | self.shapeless):
             return LeftOut(Reason.ASKED)
+        if key in scope.rounds:
+            return LeftOut(Reason.ROUNDED_STATES, key)
         if name in scope.without_states_of:
             joined = name not in self.trained and name in self.weights
             return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
@@ -510,8 +515,9 @@ class _Sides:
         text = f"{item.key} of {item.owner}" if item.owner else item.key
         unknown = item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)
         if live == saved or unknown:
-            objects = isinstance(saved, str) and saved.startswith(NOT_COMPARED)
-            return LeftOut(Reason.OBJECTS, text) if objects else None
+            return LeftOut(Reason.OBJECTS, text) if _is_object(saved) else None
+        if item.kind == OPTION and _is_object(saved):  # a number of numpy, for example
+            return LeftOut(Reason.OBJECTS, text)
         values = isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) and saved[:2] == live[:2]
         holders = () if item.kind != STATE or values else self.holders.get(item.name, ())
         problem = difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < self.ranks else ())))
@@ -556,6 +562,11 @@ def _of_member(part: _Part) -> str:
     if part.live is None:
         return f"is in no group of the optimizer{on}, and was trained at the save"
     return f"is trained now{on}, and was {'frozen' if part.saved == FROZEN else 'not trained'} at the save"
+
+
+def _is_object(fact: Fact | None) -> bool:
+    """Return whether a value in the files is an object that only its library builds."""
+    return isinstance(fact, str) and fact.startswith(NOT_COMPARED)
 
 
 def _is_rounded(saved: Fact | None, live: Fact | None) -> bool:

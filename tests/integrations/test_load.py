@@ -530,3 +530,239 @@ def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
     ckpttool.load(other, tmp_path / "saved", optimizer=own, prove=True)
     for before, after in zip(optimizers, own, strict=True):
         assert _all_of((net, before, None)) == _all_of((other, after, None))
+
+
+# ------------------------------------------------------------------------------------- what an attack has found
+
+
+def _with(run: tuple[Any, Any, Any], path: Path, **more: Any) -> None:
+    """Save a run with further objects."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    net, optimizer, _ = run
+    states = {"model": get_model_state_dict(net), "optim": get_optimizer_state_dict(net, optimizer)}
+    dcp.save({**states, **more}, checkpoint_id=str(path))
+
+
+def _schedulers(optimizer: Any) -> dict[str, Any]:
+    from torch.optim import lr_scheduler as of
+
+    return {
+        "step": of.StepLR(optimizer, 2, gamma=0.5),
+        "lambda": of.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1)),
+        "cosine": of.CosineAnnealingLR(optimizer, 10),
+        "sequential": of.SequentialLR(
+            optimizer, [of.LinearLR(optimizer, 0.1), of.ExponentialLR(optimizer, 0.9)], milestones=[2]
+        ),
+        "plateau": of.ReduceLROnPlateau(optimizer),
+    }
+
+
+@pytest.mark.parametrize("name", ["step", "lambda", "cosine", "sequential", "plateau"])
+def test_a_scheduler_in_a_distributed_checkpoint_goes_on(name: str, tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Any, Any, Any]:
+        net, optimizer, _ = _run(seed=seed)
+        return net, optimizer, _schedulers(optimizer)[name]
+
+    def rates(scheduler: Any, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "plateau" else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    saved = made(0)
+    rates(saved[2], saved[1])
+    _with(saved, tmp_path / "saved", state={"lr_scheduler": saved[2].state_dict()}, more={"last_epoch": 9})
+    run = made(1)
+    report = ckpttool.load(run[0], tmp_path / "saved", optimizer=run[1], scheduler=run[2], prove=True)
+    assert report.scheduler
+    assert run[2].state_dict() == saved[2].state_dict()
+    assert rates(run[2], run[1]) == rates(saved[2], saved[1])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "own"), [("step", "lambda"), ("step", "exponential"), ("sequential", "longer"), ("cosine", "step")]
+)
+def test_the_scheduler_of_another_class_keeps_its_state(theirs: str, own: str, tmp_path: Path) -> None:
+    from torch.optim import lr_scheduler as of
+
+    from ckpttool.integrations.torch.schedulers import OTHER_CLASS, Unfit, state_for
+
+    net, optimizer, _ = _run()
+    longer = [of.ConstantLR(optimizer), of.ConstantLR(optimizer), of.ConstantLR(optimizer)]
+    others = {
+        "exponential": of.ExponentialLR(optimizer, 0.9), "longer": of.SequentialLR(optimizer, longer, [1, 2]),
+    }  # fmt: skip
+    checkpoint = ckpttool.inspect(source("zero2-dp2-bf16"))
+    state = _schedulers(optimizer)[theirs].state_dict()
+    scheduler = {**_schedulers(optimizer), **others}[own]
+    with pytest.raises(Unfit, match=OTHER_CLASS):
+        state_for(scheduler, checkpoint, state, [0], 1)
+    assert net is not None
+
+
+def test_a_scheduler_that_fails_leaves_the_run_unchanged(tmp_path: Path) -> None:
+    class Fails(torch.optim.lr_scheduler.StepLR):  # type: ignore[misc]  # torch is not followed
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            if state["last_epoch"]:
+                raise KeyError("mine")
+
+    saved = _run()
+    _train(saved, range(2))
+    _with(saved, tmp_path / "saved", lr_scheduler=saved[2].state_dict())
+    run = net, optimizer, _ = _run(seed=1)
+    scheduler, before = Fails(optimizer, 2, gamma=0.5), _all_of(run)
+    state = scheduler.state_dict()
+    with refused(ckpttool.CkptError):
+        ckpttool.load(net, tmp_path / "saved", optimizer=optimizer, scheduler=scheduler)
+    assert _all_of(run) == before
+    assert scheduler.state_dict() == state
+
+
+class Counting(torch.optim.SGD):  # type: ignore[misc]  # torch is not followed
+    """Counts its steps in its groups, as FusedAdam does."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Step with a rate that falls."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
+        return super().step(closure)
+
+
+def test_options_that_the_first_step_adds_are_restored(tmp_path: Path) -> None:
+    def made(seed: int) -> tuple[Any, Any, Any]:
+        torch.manual_seed(seed)
+        net = Net()
+        own = Counting([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        return net, own, torch.optim.lr_scheduler.StepLR(own, 100)
+
+    saved = made(0)
+    _train(saved, range(3))
+    _save(saved, tmp_path / "saved")
+    run = made(1)
+    ckpttool.load(run[0], tmp_path / "saved", optimizer=run[1], prove=True)
+    assert run[1].param_groups[0]["step"] == 3
+    assert _train(run, range(3, 6)) == _train(saved, range(3, 6))
+
+
+def test_a_rate_of_numpy_is_a_number(tmp_path: Path) -> None:
+    import numpy as np
+
+    saved = _run()
+    _train(saved, range(2))
+    saved[1].param_groups[0]["lr"] = np.float64(0.125)
+    _save(saved, tmp_path / "saved")
+    run = _run(seed=1)
+    report = ckpttool.load(run[0], tmp_path / "saved", optimizer=run[1], prove=True)
+    assert run[1].param_groups[0]["lr"] == 0.125
+    assert isinstance(run[1].param_groups[0]["lr"], float)
+    assert "lr" in str(report.proof).partition("not compared")[2]
+
+
+@pytest.mark.parametrize(("there", "here"), [("fused", "adam"), ("foreach", "fused")])
+def test_a_run_that_computes_otherwise_is_proven(there: str, here: str, tmp_path: Path) -> None:
+    own = {"fused": "fused", "foreach": "foreach", "adam": "adamw"}
+    makers = {**OPTIMIZERS, "adamw": torch.optim.AdamW}
+    torch.manual_seed(0)
+    net = Net()
+    saved = net, makers[own[there]](p for p in net.parameters() if p.requires_grad), None
+    saved = (*saved[:2], torch.optim.lr_scheduler.StepLR(saved[1], 9))
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    other = Net()
+    optimizer = makers[own[here]](p for p in other.parameters() if p.requires_grad)
+    flags = {key: optimizer.param_groups[0][key] for key in ("fused", "foreach")}
+    ckpttool.load(other, tmp_path / "saved", optimizer=optimizer, prove=True)
+    assert {key: optimizer.param_groups[0][key] for key in flags} == flags
+
+
+def test_a_run_of_a_narrower_type_is_proven_to_hold_the_rounded_values(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    net, optimizer, _ = _run(dtype=torch.bfloat16, seed=1)
+    report = ckpttool.load(net, tmp_path / "saved", optimizer=optimizer, prove=True)
+    assert "exp_avg" in str(report.proof).partition("not compared")[2]
+
+
+class Extra(nn.Linear):  # type: ignore[misc]  # torch is not followed
+    """Has extra state."""
+
+    def get_extra_state(self) -> Any:
+        """Return it."""
+        return {"v": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it."""
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(1))
+    _save(saved, tmp_path / "saved")
+    net, _, _ = _run(seed=1)
+    some = [p for p in net.parameters() if p.requires_grad][:2]
+    for optimizers in ([], [torch.optim.Adam(some)]):
+        with refused(ckpttool.ArgumentError):
+            ckpttool.load(net, tmp_path / "saved", optimizer=optimizers)
+    net.up = Extra(6, 8)
+    with refused(ckpttool.ArgumentError):
+        ckpttool.load(net, tmp_path / "saved", weights_only=True)
+    ckpttool.load(net, tmp_path / "saved", weights_only=True, strict=False)
+    net, _, _ = _run()
+    net.norm.running_mean = torch.zeros(1).expand(6)
+    with refused(ckpttool.ArgumentError):
+        ckpttool.load(net, tmp_path / "saved", weights_only=True)
+    with refused(ckpttool.ArgumentError):
+        ckpttool.load(nn.LazyLinear(3), tmp_path / "saved", weights_only=True)
+
+
+def test_moments_of_a_parameter_that_is_frozen_now_are_removed(tmp_path: Path) -> None:
+    saved = _run()
+    _train(saved, range(2))
+    _save(saved, tmp_path / "saved")
+    run = net, optimizer, _ = _run(seed=1)
+    _train(run, range(9, 11))
+    net.up.weight.requires_grad_(requires_grad=False)
+    report = ckpttool.load(net, tmp_path / "saved", optimizer=optimizer)
+    assert net.up.weight not in optimizer.state
+    assert any(note.startswith("up.weight is frozen in the model") for note in report.notes)
+    assert torch.equal(net.up.weight, saved[0].up.weight)
+
+
+def _accumulated(job: dict[str, Any]) -> list[list[float]]:
+    """Losses after a load into a run of FSDP2 with gradients that it accumulates without a reduction, and without."""
+    from recipes import plain
+
+    losses = []
+    for accumulates in (True, False):
+        torch.manual_seed(1)
+        model, inner = _wrapped(plain.build_model(), job["mesh"])
+        optimizer = torch.optim.AdamW(plain.param_groups(inner))
+        tokens = torch.arange(12).reshape(2, 6)
+        if accumulates:
+            model.set_requires_gradient_sync(False)
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            model.set_requires_gradient_sync(True)
+        report = ckpttool.load(model, source("zero2-dp2-bf16"), optimizer=optimizer)
+        assert ("the gradients that the run has are dropped" in report.notes) == accumulates
+        found = []
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    return losses
+
+
+def test_gradients_that_fsdp2_accumulates_are_dropped() -> None:
+    (every,) = each_on_ranks(_accumulated, [{"id": 0, "world_size": 2, "mesh": "fsdp"}]).values()
+    for accumulated, plain in every:
+        assert accumulated == plain

@@ -126,6 +126,8 @@ def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) 
     """
     named = named_tensors(model)
     for name, tensor in (*named.parameters.items(), *named.buffers.items()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ArgumentError(name, "has no shape yet", "call the model once before the load")
         if tensor.is_meta:
             raise ArgumentError(name, "is on the meta device, without memory", "call model.to_empty(device=...) first")
         if is_expanded(tensor.shape, tensor.stride()):
@@ -206,6 +208,8 @@ class PreparedRun:
     client_state: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None
     """The state to load into the scheduler; None if it keeps its own."""
+    reordered: bool
+    """Whether the scheduler's groups are others than at the save, or in another order."""
     options: Sequence[Mapping[str, Any]]
     """Options to set in each group."""
     rank_state: Any
@@ -226,7 +230,16 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     """
     began = time.perf_counter()
     made = attempt(partial(_prepare, run, checkpoint, options, ranks))
-    prepared = ranks.together(checkpoint.location, made.result)
+
+    def decide(restores: list[bool]) -> None:
+        if odd := next((rank for rank, one in enumerate(restores) if one != restores[0]), 0):
+            problem = (
+                f"has a scheduler that fits the run on rank {odd if restores[odd] else 0} alone of ranks 0 and {odd}"
+            )
+            raise PlanError(checkpoint.location, problem, "build the same scheduler on all ranks")
+
+    ranks.exchange(checkpoint.location, lambda: made.result().scheduler is not None, decide)
+    prepared = made.result()
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
     if not options.dry_run:
@@ -237,22 +250,36 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     if wanted is None:
         wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
     if wanted and not options.dry_run:
-        scope = Scope(
-            weights_only=report.weights_only,
-            without_optimizer=not (report.optimizer or report.weights_only),
-            without=OF_THE_RUN.union(
-                {"groups"} if report.groups_kept else (),
-                () if report.scheduler and not prepared.fitted.regrouped else {"scheduler"},
-                _rounded(w for w, _ in prepared.tensors if w.key != WEIGHTS),
-            ),
-            without_names=frozenset(report.unexpected),
-            without_states_of=prepared.fitted.fresh,
-            casts=True,
-        )
+        scope = _scope(run, prepared, report)
         optimizers = list(run.optimizers) or None
         own = partial(live_state, run.named.module, optimizers, run.scheduler)
         report = replace(report, proof=prove_state(own, prepared.checkpoint, ranks, scope))
     return report
+
+
+def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
+    """Return the part of the state that a proof of a load compares."""
+    rounded = {*_rounded(wanted for wanted, _ in prepared.tensors)}
+    options = {
+        key
+        for (_, group), saved in zip(run.groups, prepared.options, strict=True)
+        for key, value in saved.items()
+        if isinstance(group.get(key), torch.Tensor) and float(group[key]) != float(value)
+    }
+    without = OF_THE_RUN | options
+    if report.groups_kept:
+        without |= {"groups"}
+    if not report.scheduler or prepared.reordered:  # its lists have the order of groups
+        without |= {"scheduler"}
+    return Scope(
+        weights_only=report.weights_only,
+        without_optimizer=not (report.optimizer or report.weights_only),
+        without=without,
+        without_names=frozenset(report.unexpected),
+        without_states_of=prepared.fitted.fresh,
+        rounds=frozenset(rounded),
+        casts=True,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- first half
@@ -291,7 +318,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             for group in fitted.checkpoint.groups
         ]
         run_state = read_run_state(checkpoint, options, {"options": objects})
-        scheduler, why = _scheduler_state(run, checkpoint, fitted, run_state["scheduler"], options)
+        places = _places(run, checkpoint, fitted)
+        scheduler, why = _scheduler_state(run, checkpoint, places, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
         notes += [f"the scheduler keeps its state: {why}"] * bool(why)
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
@@ -304,6 +332,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             numbers=numbers,
             client_state=run_state["client_state"],
             scheduler=scheduler,
+            reordered=places != [*range(len(checkpoint.groups))],
             options=[*map(_options, fitted.checkpoint.groups, run_state["options"], known)],
             rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
             rank_states=() if options.weights_only else of_ranks,
@@ -331,8 +360,19 @@ def _check_trained(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> None
         raise ArgumentError("optimizer", problem, "pass all optimizers as a list")
 
 
+def _places(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> list[int | None]:
+    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several."""
+    group_of = {p.name: p.group for p in checkpoint.parameters}
+    places: list[int | None] = []
+    for owner, group in run.groups:
+        if owner is getattr(run.scheduler, "optimizer", owner):
+            found = {group_of.get(fitted.stored[name]) for name in run.trained(group)} - {None}
+            places.append(found.pop() if len(found) == 1 else None)
+    return places
+
+
 def _scheduler_state(
-    run: LiveRun, checkpoint: Checkpoint, fitted: Fitted, saved: Any, options: LoadOptions
+    run: LiveRun, checkpoint: Checkpoint, places: Sequence[int | None], saved: Any, options: LoadOptions
 ) -> tuple[Mapping[str, Any] | None, str]:
     """Return the state to load into the scheduler, or None and why it keeps its own.
 
@@ -341,12 +381,6 @@ def _scheduler_state(
     """
     if run.scheduler is None or not options.scheduler:
         return None, ""
-    group_of = {p.name: p.group for p in checkpoint.parameters}
-    places: list[int | None] = []
-    for owner, group in run.groups:
-        if owner is getattr(run.scheduler, "optimizer", owner):
-            found = {group_of.get(fitted.stored[name]) for name in run.trained(group)} - {None}
-            places.append(found.pop() if len(found) == 1 else None)
     try:
         state = state_for(run.scheduler, checkpoint, saved, places, len(checkpoint.groups))
     except Unfit as unfit:
