@@ -213,7 +213,7 @@ def _refused() -> list[str]:
     wrong = [module, inference, None, (module, None), {"policy": module}]
     told = [refusal(partial(manager.save, one)) for one in wrong]
     told += [refusal(partial(manager.restore, one)) for one in wrong]
-    told += [refusal(partial(ckpttool.load, one, "unused")) for one in wrong[:-1]]
+    told += [refusal(partial(ckpttool.load, one, "unused")) for one in wrong[1:-1]]
     named = build(1, "bf16", "one", "adamw")
     thins = ckpttool.CheckpointManager("unused", keep_last=1, thin="bf16")
     told_of_thin = refusal(partial(thins.save, {"policy": named}))
@@ -226,9 +226,9 @@ def test_what_is_not_an_engine_is_named() -> None:
     (told,) = _refused()
     kinds = ["torch.Linear", "deepspeed.InferenceEngine", "NoneType", "tuple", "torch.Linear"]
     expected = [f"engine: is of class {kind}, not a DeepSpeed engine of a training run; pass" for kind in kinds]
-    for text, start in zip(told, [*expected, *expected, *expected[:-1]], strict=False):
+    for text, start in zip(told, [*expected, *expected, *expected[1:-1]], strict=False):
         assert text.startswith(start)
-    assert all(text for text in told[14:])
+    assert all(text for text in told[13:])
     assert "is an empty mapping" in told[-1]
 
 

@@ -766,3 +766,75 @@ def test_gradients_that_fsdp2_accumulates_are_dropped() -> None:
     (every,) = each_on_ranks(_accumulated, [{"id": 0, "world_size": 2, "mesh": "fsdp"}]).values()
     for accumulated, plain in every:
         assert accumulated == plain
+
+
+def _two_groups(seed: int, order: tuple[int, int] = (0, 1), **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": list(net[i].parameters()), "lr": (0.1, 0.02)[i]} for i in order]
+    groups = [{"params": group["params"]} for group in groups] if "lr" in options else groups
+    return net, torch.optim.AdamW(groups, **options)
+
+
+def _saved_with_two_groups(path: Path, make: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    net, optimizer = _two_groups(0)
+    scheduler = make(optimizer)
+    for _ in range(3):
+        net(torch.ones(5, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    _with((net, optimizer, None), path, lr_scheduler=scheduler.state_dict())
+    return net, optimizer, scheduler
+
+
+def _by_decay(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (epoch + 1))
+
+
+def test_rates_of_a_scheduler_follow_their_groups(tmp_path: Path) -> None:
+    _, optimizer, scheduler = _saved_with_two_groups(tmp_path / "saved", _by_decay)
+    net, own = _two_groups(1, (1, 0))
+    after = _by_decay(own)
+    ckpttool.load(net, tmp_path / "saved", optimizer=own, scheduler=after, prove=True)
+    for one in (optimizer, own):
+        one.step()
+    scheduler.step()
+    after.step()
+    assert [group["lr"] for group in own.param_groups] == [group["lr"] for group in optimizer.param_groups][::-1]
+
+
+def test_a_scheduler_is_restored_without_the_optimizer_but_not_that_of_another(tmp_path: Path) -> None:
+    _, _, scheduler = _saved_with_two_groups(tmp_path / "saved", _by_decay)
+    net, own = _two_groups(1)
+    after = _by_decay(own)
+    ckpttool.load(net, tmp_path / "saved", optimizer=False, scheduler=after)
+    assert after.state_dict() == scheduler.state_dict()
+    _, foreign = _two_groups(2)
+    with refused(ckpttool.ArgumentError):
+        ckpttool.load(net, tmp_path / "saved", optimizer=own, scheduler=_by_decay(foreign))
+
+
+def test_groups_that_share_a_rate_get_their_own(tmp_path: Path) -> None:
+    _, optimizer, _ = _saved_with_two_groups(tmp_path / "saved", _by_decay)
+    net, own = _two_groups(1, lr=torch.tensor(0.5), foreach=False)
+    ckpttool.load(net, tmp_path / "saved", optimizer=own, prove=True)
+    assert [float(g["lr"]) for g in own.param_groups] == pytest.approx([g["lr"] for g in optimizer.param_groups])
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_schedulers_with_items_of_their_own_form_in_a_distributed_checkpoint(chained: bool, tmp_path: Path) -> None:
+    from torch.optim import lr_scheduler as of
+
+    def make(optimizer: Any) -> Any:
+        steps = of.MultiStepLR(optimizer, [2, 4])
+        return of.ChainedScheduler([steps, of.ExponentialLR(optimizer, 0.9)]) if chained else steps
+
+    _, _, scheduler = _saved_with_two_groups(tmp_path / "saved", make)
+    net, own = _two_groups(1)
+    after = make(own)
+    assert ckpttool.load(net, tmp_path / "saved", optimizer=own, scheduler=after).scheduler
+    assert after.state_dict() == scheduler.state_dict()
+    net, own = _two_groups(1)
+    other = of.OneCycleLR(own, 0.1, total_steps=9)
+    assert not ckpttool.load(net, tmp_path / "saved", optimizer=own, scheduler=other).scheduler

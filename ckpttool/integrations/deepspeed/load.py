@@ -124,7 +124,8 @@ def load(  # noqa: PLR0913  public API
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     opening = Opening(storage_options, follow_links)
-    of_torch = hasattr(engine, "named_parameters") and not hasattr(engine, "save_checkpoint")
+    of_deepspeed = hasattr(engine, "save_checkpoint") or type(engine).__module__.startswith("deepspeed.")
+    of_torch = hasattr(engine, "named_parameters") and not of_deepspeed
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,

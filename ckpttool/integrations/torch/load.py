@@ -41,7 +41,7 @@ from ckpttool.integrations.torch.live import (
 from ckpttool.integrations.torch.optimizers import Forms, check_class
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
 from ckpttool.integrations.torch.schedulers import Unfit, check_loads, state_for
-from ckpttool.model import TensorFloat, TensorInteger, Topology
+from ckpttool.model import UNKNOWN_GROUP, ScalarState, TensorFloat, TensorInteger, Topology
 from ckpttool.model.names import with_names_of
 from ckpttool.model.state_digest import STEP, WEIGHTS
 from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
@@ -49,13 +49,13 @@ from ckpttool.saving.coordination import attempt
 from ckpttool.targets.zero.match import LiveModel, fit, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.integrations.deepspeed.prepared import LoadOptions
     from ckpttool.integrations.torch.live import Piece
     from ckpttool.integrations.torch.optimizers import Form
-    from ckpttool.model import Checkpoint, ParamGroup, ScalarState, State
+    from ckpttool.model import Checkpoint, Parameter, ParamGroup, State
     from ckpttool.saving.coordination import Ranks
     from ckpttool.targets.zero.match import Fitted
 
@@ -264,7 +264,8 @@ def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
         key
         for (_, group), saved in zip(run.groups, prepared.options, strict=True)
         for key, value in saved.items()
-        if isinstance(group.get(key), torch.Tensor) and float(group[key]) != float(value)
+        if isinstance(rate := group.get(key), torch.Tensor)
+        and float(value) != float(rate) == float(torch.tensor(float(value), dtype=rate.dtype))
     }
     without = OF_THE_RUN | options
     if report.groups_kept:
@@ -301,6 +302,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))
         fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
         _check_trained(run, checkpoint, fitted)
+        saved_parameters = {p.name: p for p in checkpoint.parameters}
         fresh: set[str] = set()
         wanted = [*_weights(run, fitted)]
         numbers: list[_Number] = []
@@ -309,7 +311,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             forms = Forms(owner, group)
             known.append(forms.options)
             for name in saved.parameters:
-                states, own_numbers = _states_of(run, checkpoint, fitted, owner, forms, name)
+                source = saved_parameters.get(fitted.stored[name])
+                states, own_numbers = _states_of(run, checkpoint, source, owner, forms, name)
                 fresh |= {name} if not states and not own_numbers else set()
                 wanted += states
                 numbers += own_numbers
@@ -318,7 +321,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             for group in fitted.checkpoint.groups
         ]
         run_state = read_run_state(checkpoint, options, {"options": objects})
-        places = _places(run, checkpoint, fitted)
+        places = _places(run, checkpoint, fitted) if options.scheduler and run.scheduler is not None else []
         scheduler, why = _scheduler_state(run, checkpoint, places, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
         notes += [f"the scheduler keeps its state: {why}"] * bool(why)
@@ -361,13 +364,22 @@ def _check_trained(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> None
 
 
 def _places(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> list[int | None]:
-    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several."""
+    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several.
+
+    Raises:
+        ArgumentError: The scheduler is of another optimizer.
+    """
+    owner = getattr(run.scheduler, "optimizer", None)
+    if owner is not None and run.optimizers and all(owner is not one for one in run.optimizers):
+        raise ArgumentError("scheduler", "is of another optimizer", "pass the optimizer that it was made for")
     group_of = {p.name: p.group for p in checkpoint.parameters}
+    groups = [group for _, group in run.groups] if owner is None else owner.param_groups
     places: list[int | None] = []
-    for owner, group in run.groups:
-        if owner is getattr(run.scheduler, "optimizer", owner):
-            found = {group_of.get(fitted.stored[name]) for name in run.trained(group)} - {None}
-            places.append(found.pop() if len(found) == 1 else None)
+    for index, group in enumerate(groups):
+        names = run.trained(group)
+        found = {group_of.get(fitted.stored[name]) for name in names} - {None}
+        alone = index if not found and len(groups) == len(checkpoint.groups) else None
+        places.append(found.pop() if len(found) == 1 else alone)
     return places
 
 
@@ -426,15 +438,13 @@ def _wanted(checkpoint: Checkpoint, key: str, name: str, state: State, piece: Pi
 
 
 def _states_of(
-    run: LiveRun, checkpoint: Checkpoint, fitted: Fitted, owner: Any, forms: Forms, name: str
+    run: LiveRun, checkpoint: Checkpoint, source: Parameter | None, owner: Any, forms: Forms, name: str
 ) -> tuple[list[_Wanted], list[_Number]]:
     """Return the optimizer's states of one parameter; none if the checkpoint has none of it.
 
     Raises:
         PlanError: The optimizer keeps other states than the checkpoint has.
     """
-    stored = fitted.stored[name]
-    source = next((p for p in checkpoint.parameters if p.name == stored), None)
     if source is None or source.frozen:
         return [], []
     parameter = run.named.parameters[name]
@@ -472,16 +482,12 @@ def _states_of(
     return found, counted
 
 
-def _numbers_of(checkpoint: Checkpoint, source: Any) -> Mapping[str, ScalarState]:
+def _numbers_of(checkpoint: Checkpoint, source: Parameter) -> Mapping[str, ScalarState]:
     """Return the numbers of a parameter; the step of some optimizers is an option of their groups."""
-    from ckpttool.model import ScalarState
-
     found = checkpoint.numbers(source)
-    known = source.group is not None and 0 <= source.group < len(checkpoint.groups)
-    options = checkpoint.groups[source.group].hyperparameters if known else {}
-    if STEP in options and STEP not in found:
-        found = {**found, STEP: ScalarState(options[STEP], None)}
-    return found
+    group = UNKNOWN_GROUP if source.group is None else source.group
+    options = checkpoint.groups[group].hyperparameters if 0 <= group < len(checkpoint.groups) else {}
+    return {STEP: ScalarState(options[STEP], None), **found} if STEP in options else found
 
 
 def _check_spread(owner: Any, parameter: Any, key: str, name: str) -> None:
@@ -583,9 +589,10 @@ def _commit(run: LiveRun, prepared: PreparedRun) -> None:
     drop_gradients(run.named.module)
     if prepared.scheduler is not None:
         run.scheduler.load_state_dict(copy.deepcopy(dict(prepared.scheduler)))
+    filled: set[int] = set()
     for index, ((_, group), saved) in enumerate(zip(run.groups, prepared.options, strict=True)):
         if index not in prepared.fitted.unrestored_groups:
-            _set_options(group, saved)
+            filled |= _set_options(group, saved, filled)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -605,14 +612,27 @@ def _filled(own: Any, number: _Number, device: torch.device) -> Any:
     return torch.full(number.form.shape, number.value, dtype=number.form.dtype, device=number.form.device or device)
 
 
-def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a group the saved options; a learning rate that is a tensor is filled in place."""
+def _set_options(group: dict[str, Any], saved: Mapping[str, Any], filled: Collection[int]) -> set[int]:
+    """Give a group the saved options; a learning rate that is a tensor is filled in place.
+
+    Args:
+        group: The group.
+        saved: Its options.
+        filled: Identities of the tensors of other groups: those that share one get a copy.
+
+    Returns:
+        Identities of the tensors that were filled.
+    """
+    own: set[int] = set()
     for key, value in saved.items():
         plain = type(value).__mro__[1](value) if isinstance(value, TensorFloat | TensorInteger) else value
-        if isinstance(own := group.get(key), torch.Tensor):
-            own.fill_(plain)
+        if isinstance(tensor := group.get(key), torch.Tensor):
+            group[key] = tensor.clone() if id(tensor) in filled else tensor
+            group[key].fill_(plain)
+            own.add(id(tensor))
         else:
             group[key] = copy.deepcopy(plain)
+    return own
 
 
 # ----------------------------------------------------------------------------------------------------------- report

@@ -20,6 +20,9 @@ OF_EACH_GROUP = frozenset(
 """Keys of a state that list a value for each parameter group."""
 OF_RELEASES = frozenset({"_is_initial", "_get_lr_called_within_step", "_step_count", "_last_lr", "verbose"})
 """Keys that other releases of torch have, or lack."""
+OF_STEPS = frozenset({"milestones", "_milestones", "_schedule_phases"})
+"""Keys that list other things."""
+OTHER_GROUPS = "its parameter groups are others than the run's"
 OTHER_CLASS = "the checkpoint has the scheduler of another class"
 
 
@@ -45,11 +48,10 @@ def state_for(scheduler: Any, checkpoint: Checkpoint, saved: Any, places: Sequen
     found = saved if isinstance(saved, Mapping) and saved else _in_items(own, checkpoint)
     if not _alike(own, found):
         raise Unfit(OTHER_CLASS)
-    if [*places] == [*range(groups)]:
-        return dict(found)
-    if None in places:
-        raise Unfit("its parameter groups are others than the run's")
-    return _reordered(found, [place for place in places if place is not None], groups)
+    known = [place for place in places if place is not None]
+    if len(known) < len(places):
+        raise Unfit(OTHER_GROUPS)
+    return _reordered(found, known, groups)
 
 
 def _in_items(own: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -59,21 +61,36 @@ def _in_items(own: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, An
         Unfit: None or several of the objects have the scheduler's keys.
     """
     items = {} if checkpoint.native else checkpoint.client_state
-    first = next(iter(own), "")
-    ends = [name for name in items if first and f".{name}".endswith(f".{first}")]
+    key = "last_epoch" if "last_epoch" in own else _first_item(own)
+    prefixes = [name.removesuffix(key) for name in items if key and f".{name}".endswith(f".{key}")]
     found = []
-    for name in ends:
+    for prefix in prefixes:
+        used: dict[str, Any] = {}
         try:
-            found.append(_taken(own, name.removesuffix(first), items))
+            state = _taken(own, prefix, items, used)
         except KeyError:
             continue
+        if not prefix or all(name in used for name in items if name.startswith(prefix)):
+            found.append(state)
     if len(found) != 1:
-        raise Unfit("several objects of the checkpoint have its keys" if found else "the checkpoint has no scheduler")
+        several = "several objects of the checkpoint have its keys"
+        raise Unfit(several if found else OTHER_CLASS if prefixes else "the checkpoint has no scheduler")
     return found[0]
 
 
-def _taken(own: Mapping[str, Any], prefix: str, items: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values under a prefix, in the form of the scheduler's own state.
+def _first_item(value: Any) -> str:
+    """Return the path of the first item of a state, in which lists of mappings and mappings are opened."""
+    for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if key not in OF_RELEASES:
+            opened = isinstance(one, Mapping) or (
+                isinstance(one, list | tuple) and any(isinstance(x, Mapping) for x in one)
+            )
+            return f"{key}.{_first_item(one)}" if opened and one else str(key)
+    return ""
+
+
+def _taken(own: Mapping[str, Any], prefix: str, items: Mapping[str, Any], used: dict[str, Any]) -> dict[str, Any]:
+    """Return the values under a prefix, in the form of the scheduler's own state; ``used`` gets the items.
 
     Raises:
         KeyError: An item is missing.
@@ -81,16 +98,15 @@ def _taken(own: Mapping[str, Any], prefix: str, items: Mapping[str, Any]) -> dic
 
     def take(value: Any, path: str) -> Any:
         if path in items:
-            return items[path]
+            return used.setdefault(path, items[path])
         if isinstance(value, Mapping):
-            return {key: take(one, f"{path}.{key}") for key, one in value.items()}
+            return type(value)({key: take(one, f"{path}.{key}") for key, one in value.items()})  # type: ignore[call-arg]
         if isinstance(value, list | tuple) and value:
             return type(value)(take(one, f"{path}.{i}") for i, one in enumerate(value))
         raise KeyError(path)
 
-    return {key: take(value, f"{prefix}{key}") for key, value in own.items() if key not in OF_RELEASES} | {
-        key: items[f"{prefix}{key}"] for key in OF_RELEASES if f"{prefix}{key}" in items
-    }
+    found = {key: take(value, f"{prefix}{key}") for key, value in own.items() if key not in OF_RELEASES}
+    return found | {key: take(None, f"{prefix}{key}") for key in OF_RELEASES if f"{prefix}{key}" in items}
 
 
 def _alike(own: Any, saved: Any) -> bool:
@@ -98,17 +114,29 @@ def _alike(own: Any, saved: Any) -> bool:
     if not isinstance(saved, Mapping) or own.keys() - OF_RELEASES != saved.keys() - OF_RELEASES:
         return False
     inner, theirs = (list(state.get("_schedulers") or ()) for state in (own, saved))
-    return len(inner) == len(theirs) and all(_alike(a, b) for a, b in zip(inner, theirs, strict=True))
+    phases, others = (len(state.get("_schedule_phases") or ()) for state in (own, saved))
+    return phases == others and len(inner) == len(theirs) and all(map(_alike, inner, theirs))
 
 
 def _reordered(state: Mapping[str, Any], places: Sequence[int], groups: int) -> dict[str, Any]:
-    """Return a state whose values of each group are in the run's order."""
+    """Return a state whose values of each group are in the run's order.
+
+    Raises:
+        Unfit: A list may be of groups, or of other things.
+    """
+    own = sorted({*places})  # the saved groups of this scheduler's optimizer, in their order
     found = dict(state)
     for key, value in state.items():
         if key == "_schedulers":
             found[key] = [_reordered(one, places, groups) for one in value]
-        elif key in OF_EACH_GROUP and isinstance(value, list | tuple) and len(value) == groups:
+        elif not isinstance(value, list | tuple) or key in OF_STEPS or ([*places] == own and len(value) == len(own)):
+            continue
+        elif key in OF_EACH_GROUP and len(value) == groups:
             found[key] = [value[place] for place in places]
+        elif key in OF_EACH_GROUP and len(value) == len(own):
+            found[key] = [value[own.index(place)] for place in places]
+        elif key in OF_EACH_GROUP or len(value) in {groups, len(own)}:
+            raise Unfit(OTHER_GROUPS)
     return found
 
 
