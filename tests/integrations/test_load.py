@@ -838,3 +838,83 @@ def test_schedulers_with_items_of_their_own_form_in_a_distributed_checkpoint(cha
     net, own = _two_groups(1)
     other = of.OneCycleLR(own, 0.1, total_steps=9)
     assert not ckpttool.load(net, tmp_path / "saved", optimizer=own, scheduler=other).scheduler
+
+
+def _orders(seed: int, name: str, *, back: bool = False) -> tuple[Any, list[Any], Any]:
+    """Return a model of two optimizers, each of two groups, and the scheduler of the second."""
+    from torch.optim import lr_scheduler as of
+
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    made = []
+    for first in (0, 2):
+        groups = [{"params": list(net[first + i].parameters()), "lr": (0.1, 0.02)[i]} for i in range(2)]
+        made.append(torch.optim.AdamW(groups[::-1] if back else groups))
+    schedulers = {
+        "lambda": lambda o: of.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
+        "sequential": lambda o: of.SequentialLR(
+            o, [of.ConstantLR(o), of.ExponentialLR(o, 0.5), of.ConstantLR(o)], [1, 4]
+        ),
+    }
+    return net, made, schedulers[name](made[1])
+
+
+@pytest.mark.parametrize("name", ["lambda", "sequential"])
+def test_the_scheduler_of_one_of_two_optimizers_follows_its_groups(name: str, tmp_path: Path) -> None:
+    saved = _orders(0, name)
+    for _ in range(2):
+        saved[0](torch.ones(5, 3)).sum().backward()
+        for optimizer in saved[1]:
+            optimizer.step()
+        saved[2].step()
+    _with(saved, tmp_path / "saved", lr_scheduler=saved[2].state_dict())
+    run = _orders(1, name, back=True)
+    assert ckpttool.load(run[0], tmp_path / "saved", optimizer=run[1], scheduler=run[2]).scheduler
+    for one in (saved, run):
+        one[1][1].step()
+        one[2].step()
+    assert [g["lr"] for g in run[1][1].param_groups] == [g["lr"] for g in saved[1][1].param_groups][::-1]
+
+
+def test_a_scheduler_whose_groups_cannot_be_told_keeps_its_state(tmp_path: Path) -> None:
+    from torch.optim import lr_scheduler as of
+
+    class Peaks(of.LambdaLR):  # type: ignore[misc]  # torch is not followed
+        def __init__(self, optimizer: Any) -> None:
+            self.peaks = [group["lr"] for group in optimizer.param_groups]
+            super().__init__(optimizer, lambda _: 1.0)
+
+    def sequential(optimizer: Any, *, count: int) -> Any:
+        inner = [of.ExponentialLR(optimizer, 0.9) for _ in range(count)]
+        return of.SequentialLR(optimizer, inner, [*range(1, count)])
+
+    for number, (make, other, order) in enumerate((
+        (Peaks, Peaks, (1, 0)),
+        (lambda o: sequential(o, count=3), lambda o: sequential(o, count=2), (0, 1)),
+        (
+            lambda o: of.OneCycleLR(o, 0.1, total_steps=9, three_phase=True),
+            lambda o: of.OneCycleLR(o, 0.1, total_steps=9), (0, 1),
+        ),
+    )):  # fmt: skip
+        _saved_with_two_groups(path := tmp_path / str(number), make)
+        net, own = _two_groups(1, order)
+        scheduler = other(own)
+        before = scheduler.state_dict()
+        report = ckpttool.load(net, path, optimizer=own, scheduler=scheduler)
+        assert not report.scheduler, number
+        assert any(note.startswith("the scheduler keeps its state") for note in report.notes)
+        assert scheduler.state_dict() == before
+    net, _ = _two_groups(1)
+    merged = torch.optim.AdamW(net.parameters())
+    _saved_with_two_groups(tmp_path / "merged", _by_decay)
+    report = ckpttool.load(net, tmp_path / "merged", optimizer=merged, scheduler=_by_decay(merged))
+    assert "the scheduler keeps its state: its parameter groups are others than the run's" in report.notes
+
+
+def test_a_type_that_no_value_survives_is_refused(tmp_path: Path) -> None:
+    saved = _run()
+    _save(saved, tmp_path / "saved")
+    net, _, _ = _run()
+    net.norm.num_batches_tracked = torch.zeros(())
+    with refused(ckpttool.PlanError):
+        ckpttool.load(net, tmp_path / "saved", weights_only=True)
