@@ -584,7 +584,8 @@ def test_a_scheduler_in_a_distributed_checkpoint_goes_on(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("theirs", "own"), [("step", "lambda"), ("step", "exponential"), ("sequential", "longer"), ("cosine", "step")]
+    ("theirs", "own"),
+    [("step", "lambda"), ("step", "exponential"), ("sequential", "longer"), ("cosine", "step"), ("three", "two")],
 )
 def test_the_scheduler_of_another_class_keeps_its_state(theirs: str, own: str, tmp_path: Path) -> None:
     from torch.optim import lr_scheduler as of
@@ -593,12 +594,14 @@ def test_the_scheduler_of_another_class_keeps_its_state(theirs: str, own: str, t
 
     net, optimizer, _ = _run()
     longer = [of.ConstantLR(optimizer), of.ConstantLR(optimizer), of.ConstantLR(optimizer)]
+    phases = {"max_lr": 0.1, "total_steps": 9}
     others = {
+        "three": of.OneCycleLR(optimizer, **phases, three_phase=True), "two": of.OneCycleLR(optimizer, **phases),
         "exponential": of.ExponentialLR(optimizer, 0.9), "longer": of.SequentialLR(optimizer, longer, [1, 2]),
     }  # fmt: skip
     checkpoint = ckpttool.inspect(source("zero2-dp2-bf16"))
-    state = _schedulers(optimizer)[theirs].state_dict()
-    scheduler = {**_schedulers(optimizer), **others}[own]
+    made = {**_schedulers(optimizer), **others}
+    state, scheduler = made[theirs].state_dict(), made[own]
     with pytest.raises(Unfit, match=OTHER_CLASS):
         state_for(scheduler, checkpoint, state, [0], 1)
     assert net is not None

@@ -303,7 +303,6 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         fitted = fit(bare, model, strict=options.strict, weights_only=options.without_optimizer)
         _check_trained(run, checkpoint, fitted)
         saved_parameters = {p.name: p for p in checkpoint.parameters}
-        fresh: set[str] = set()
         wanted = [*_weights(run, fitted)]
         numbers: list[_Number] = []
         known: list[set[str]] = []
@@ -313,7 +312,6 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             for name in saved.parameters:
                 source = saved_parameters.get(fitted.stored[name])
                 states, own_numbers = _states_of(run, checkpoint, source, owner, forms, name)
-                fresh |= {name} if not states and not own_numbers else set()
                 wanted += states
                 numbers += own_numbers
         objects = [
@@ -330,7 +328,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
         return PreparedRun(
             checkpoint=checkpoint,
-            fitted=replace(fitted, fresh=fitted.fresh | fresh),
+            fitted=fitted,
             tensors=tensors,
             numbers=numbers,
             client_state=run_state["client_state"],
@@ -590,9 +588,8 @@ def _commit(run: LiveRun, prepared: PreparedRun) -> None:
     if prepared.scheduler is not None:
         run.scheduler.load_state_dict(copy.deepcopy(dict(prepared.scheduler)))
     filled: set[int] = set()
-    for index, ((_, group), saved) in enumerate(zip(run.groups, prepared.options, strict=True)):
-        if index not in prepared.fitted.unrestored_groups:
-            filled |= _set_options(group, saved, filled)
+    for (_, group), saved in zip(run.groups, prepared.options, strict=True):
+        filled |= _set_options(group, saved, filled)
 
 
 def _local(tensor: Any) -> torch.Tensor:
