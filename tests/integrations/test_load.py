@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpttool
 from tests import sampling
@@ -366,8 +367,10 @@ def test_every_optimizer_goes_on_as_if_it_had_not_stopped(optimizer: str, dtype:
             net.unused.grad = torch.ones_like(net.unused)  # so that it has states, which the checkpoint lacks
             _train(run, range(20, 22))
         own.register_step_pre_hook(lambda *_: called.append(1))
+        of_all = register_optimizer_step_pre_hook(lambda *_: called.append(1))
         rate = own.param_groups[0]["lr"]
         report = ckpttool.load(net, tmp_path / "saved", optimizer=own, prove=True)
+        of_all.remove()
         assert called == []
         assert _all_of(run) == expected, how
         assert own.param_groups[0]["lr"] is rate or optimizer != "tensor lr"
