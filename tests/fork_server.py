@@ -34,7 +34,7 @@ IMPORTED = (
 
 def _serve() -> tuple[str, dict[str, str]] | None:
     """Fork a process for each call; return the call in that process, and None in this one at the end."""
-    gc.disable()  # what is imported lives as long as the process
+    gc.disable()  # imported modules live as long as the process
     import pytest  # noqa: F401  the modules of tests import it
     from recipes import common
 

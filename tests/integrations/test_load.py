@@ -924,3 +924,16 @@ def test_a_type_that_no_value_survives_is_refused(tmp_path: Path) -> None:
     net.norm.num_batches_tracked = torch.zeros(())
     with refused(ckpttool.PlanError):
         ckpttool.load(net, tmp_path / "saved", weights_only=True)
+
+
+def test_the_optimizers_of_deepspeed_take_no_trial_step() -> None:
+    from ckpttool.integrations.torch.optimizers import trial
+
+    class Adam(torch.optim.Adam):  # type: ignore[misc]  # torch is not followed
+        pass
+
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = Adam([parameter])
+    assert trial(optimizer, optimizer.param_groups[0], [nn.Parameter(torch.zeros(2))]) is not None
+    Adam.__module__ = "deepspeed.ops.adam.cpu_adam"  # counts by a number that a copy shares, and frees it
+    assert trial(optimizer, optimizer.param_groups[0], [nn.Parameter(torch.zeros(2))]) is None

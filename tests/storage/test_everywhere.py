@@ -320,7 +320,7 @@ def short_pages(s3: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
 
 
 def test_a_directory_of_several_pages(short_pages: Bucket) -> None:
-    """More than one page of a listing, with what is looked for on the last."""
+    """A listing of several pages, with the files of the checkpoint on the last."""
     src = places.Remote(short_pages).put(source(NAME))
     prefix = src.removeprefix(short_pages.url())
     for number in range(50):

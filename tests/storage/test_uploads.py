@@ -801,7 +801,7 @@ def test_memory_stays_within_what_was_asked_for(s3: Bucket, tmp_path: Path) -> N
         [sys.executable, "-c", MEASURED, *arguments], capture_output=True, text=True, check=True, timeout=300
     )
     grown = int(done.stdout)
-    # Of 56 MB: what was asked for, and what the small run had not touched of the libraries' own buffers.
+    # Of 56 MB: the memory asked for, and buffers of libraries that the small run had not touched.
     assert grown < (24 << 20) + (16 << 20), f"{grown:,}"
     ((_, nbytes),) = s3.sizes("out/").items()
     assert nbytes > 56_000_000

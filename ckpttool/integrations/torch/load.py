@@ -209,7 +209,7 @@ class PreparedRun:
     scheduler: Mapping[str, Any] | None
     """The state to load into the scheduler; None if it keeps its own."""
     reordered: bool
-    """Whether the scheduler's groups are others than at the save, or in another order."""
+    """Whether the scheduler's groups differ from the saved groups, in number or order."""
     options: Sequence[Mapping[str, Any]]
     """Options to set in each group."""
     rank_state: Any
