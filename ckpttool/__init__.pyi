@@ -5,6 +5,7 @@ from ckpttool.analysis.diff import Difference as Difference
 from ckpttool.analysis.diff import DiffReport as DiffReport
 from ckpttool.analysis.diff import OtherDifference as OtherDifference
 from ckpttool.analysis.digest import Digest as Digest
+from ckpttool.analysis.stats import Statistics as Statistics
 from ckpttool.analysis.stats import TensorStats as TensorStats
 from ckpttool.analysis.verify import Finding as Finding
 from ckpttool.analysis.verify import VerifyReport as VerifyReport
@@ -33,6 +34,7 @@ from ckpttool.api.reading import verify as verify
 from ckpttool.catalog.listing import Catalog as Catalog
 from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
 from ckpttool.catalog.retention import Decision as Decision
+from ckpttool.catalog.retention import Decisions as Decisions
 from ckpttool.commit.marks import Pin as Pin
 from ckpttool.commit.signing import Key as Key
 from ckpttool.errors import ArgumentError as ArgumentError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckpttool.blocks import Line, Table
+from ckpttool.blocks import Line, Shown, Table
 from ckpttool.concurrency import default_jobs, in_order
 from ckpttool.dtypes import SHORT_NAMES
 from ckpttool.execution.checks import checks_for
@@ -180,6 +180,14 @@ def linear_histogram(stats: TensorStats, bins: int) -> list[float]:
         for at in range(first, last + 1):
             counts[at] += count * (min(end, at + 1) - max(begin, at)) / (end - begin)
     return counts
+
+
+class Statistics(Shown, list[TensorStats]):
+    """Statistics of each tensor; ``print`` and notebooks show a table."""
+
+    def blocks(self) -> Iterator[Block]:
+        """Return the output of the command."""
+        return table(self, sketches=False)
 
 
 def table(found: Sequence[TensorStats], *, sketches: bool) -> Iterator[Block]:

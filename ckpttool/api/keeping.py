@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.catalog.listing import Catalog
-    from ckpttool.catalog.retention import Decision, Rules
+    from ckpttool.catalog.retention import Decision, Decisions, Rules
     from ckpttool.catalog.thinning import Thinning, ThinOptions
     from ckpttool.commit.marks import Pin
     from ckpttool.commit.signing import Key
@@ -179,7 +179,7 @@ def prune(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-) -> list[Decision]:
+) -> Decisions:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
     Only whole native ZeRO checkpoints are removed or thinned. It always keeps the newest of them, the one that
@@ -220,7 +220,7 @@ def prune(  # noqa: PLR0913  public API
     from ckpttool.api.options import Options
     from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog
-    from ckpttool.catalog.retention import Rules, decide
+    from ckpttool.catalog.retention import Decisions, Rules, decide
     from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 
@@ -246,7 +246,7 @@ def prune(  # noqa: PLR0913  public API
         decisions, thinnings = _planned(decisions, thin_options, opening, dry_run=dry_run)
     decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:
-        return decisions
+        return Decisions(decisions, dry_run=True)
     errors = []
     for number, decision in enumerate(decisions):
         if decision.keep and decision.entry.thin and (error := unfinished.get(decision.entry.path)) is not None:
@@ -342,18 +342,19 @@ def _carry_out(
     options: ThinOptions,
     progress: Progress | None,
     errors: list[PruneError],
-) -> list[Decision]:
+) -> Decisions:
     """Remove and thin checkpoints; return the results.
 
     Raises:
         PruneError: One cannot be removed or thinned; the others were.
     """
+    from ckpttool.catalog.retention import Decisions
     from ckpttool.catalog.thinning import thin
     from ckpttool.units import Meter
 
     meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
     planned = iter(thinnings)
-    done: list[Decision] = list(decisions)
+    done = Decisions(decisions)
     work: Callable[[], object]
     first = [n for n, decision in enumerate(decisions) if not decision.keep]  # they free the space that thin files take
     for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:

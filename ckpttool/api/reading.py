@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ckpttool.analysis.diff import DiffReport
     from ckpttool.analysis.digest import Digest
-    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.analysis.stats import Statistics
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.blocks import Block
     from ckpttool.commit.signing import Key
@@ -228,7 +228,7 @@ def stats(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-) -> list[TensorStats]:
+) -> Statistics:
     """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
 
     Args:
@@ -251,7 +251,7 @@ def stats(  # noqa: PLR0913  public API
         CkptError: The checkpoint is not sound, or cannot be read.
     """
     opening = Opening(storage_options, follow_links)
-    from ckpttool.analysis.stats import statistics
+    from ckpttool.analysis.stats import Statistics, statistics
     from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
 
     options = Options(tag=tag, jobs=jobs, progress=progress, trust_names=trust_names, opening=opening)
@@ -261,7 +261,7 @@ def stats(  # noqa: PLR0913  public API
     if not held:
         raise PlanError(checkpoint.location, *NO_SUCH_NAME)
     meter = Meter(sum(c.state.nbytes for c in held), options.progress)
-    return list(statistics(checkpoint, held, magnitudes=magnitudes, jobs=options.jobs, advance=meter))
+    return Statistics(statistics(checkpoint, held, magnitudes=magnitudes, jobs=options.jobs, advance=meter))
 
 
 def digest(

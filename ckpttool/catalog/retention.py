@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_duration
-from ckpttool.blocks import Line, Table
+from ckpttool.blocks import Line, Shown, Table
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.catalog.listing import by_series
 from ckpttool.errors import ArgumentError, PlanError
@@ -18,7 +18,7 @@ from ckpttool.storage import HALF_REMOVED, link_into, links_below
 from ckpttool.units import format_age, format_ago, format_duration, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckpttool.blocks import Block
     from ckpttool.catalog.listing import CatalogEntry
@@ -307,19 +307,26 @@ def parse_best(rule: str) -> tuple[str, str, int]:
     return metric, direction, int(count)
 
 
-def table(found: Sequence[Decision], *, dry_run: bool) -> Iterator[Block]:
-    """Yield one row for each checkpoint, then the freed bytes."""
-    rows = [(d.entry.name, _verb(d, dry_run=dry_run), format_size(d.entry.nbytes), d.reason) for d in found]
-    yield Table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"], rare=["size"])
-    gone, thinned = (sum(map(test, found)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
-    would = "would be " if dry_run else ""
-    also = f", {thinned} {would}thinned" if thinned else ""
-    freed = format_size(sum(d.freed for d in found))
-    yield Line(f"{gone} of {len(found)} {would}removed{also}, {freed} freed")
-    if thinned and dry_run:
-        yield Line(
-            "note: a dry run reads no tensors: a checkpoint whose values are damaged is kept whole", color="yellow"
-        )
+class Decisions(Shown, list[Decision]):
+    """The decisions of a ``prune``, oldest checkpoint first; ``print`` and notebooks show a table."""
+
+    def __init__(self, found: Iterable[Decision] = (), *, dry_run: bool = False) -> None:
+        super().__init__(found)
+        self.dry_run = dry_run
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield one row for each checkpoint, then the freed bytes."""
+        rows = [(d.entry.name, _verb(d, dry_run=self.dry_run), format_size(d.entry.nbytes), d.reason) for d in self]
+        yield Table(["checkpoint", "", "size", "why"], rows, right=["size"], whole=[""], prose=["why"], rare=["size"])
+        gone, thinned = (sum(map(test, self)) for test in (lambda d: not d.keep, lambda d: d.thin is not None))
+        would = "would be " if self.dry_run else ""
+        also = f", {thinned} {would}thinned" if thinned else ""
+        freed = format_size(sum(d.freed for d in self))
+        yield Line(f"{gone} of {len(self)} {would}removed{also}, {freed} freed")
+        if thinned and self.dry_run:
+            yield Line(
+                "note: a dry run reads no tensors: a checkpoint whose values are damaged is kept whole", color="yellow"
+            )
 
 
 def _verb(decision: Decision, *, dry_run: bool) -> str:

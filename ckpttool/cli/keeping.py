@@ -66,7 +66,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     checkpoints that are not native ZeRO. A thin checkpoint keeps its weights, client state and configuration.
     """
     import ckpttool
-    from ckpttool.catalog.retention import parse_best
+    from ckpttool.catalog.retention import Decisions, parse_best
     from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
     from ckpttool.errors import PruneError
 
@@ -86,7 +86,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
         try:
             decisions = ckpttool.prune(root, progress=progress, **options.chosen(given))
         except PruneError as error:
-            failed, decisions = error, list(error.decisions)
+            failed, decisions = error, Decisions(error.decisions)
     if html is not None:
         from ckpttool.api._pages import page_of_catalog
 
@@ -96,9 +96,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     elif as_json:
         print_json({"decisions": decisions})
     else:
-        from ckpttool.catalog.retention import table
-
-        print_blocks(table(decisions, dry_run=given["dry_run"]))
+        print_blocks(decisions.blocks())
     if failed is not None:
         raise failed
 

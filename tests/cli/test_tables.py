@@ -83,6 +83,8 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "diff": lambda: api.diff(CHECKPOINT, OTHER, all=True),
     "digest": lambda: api.digest(CHECKPOINT),
     "ls": lambda: api.ls(CHECKPOINT),
+    "stats": lambda: api.stats(CHECKPOINT),
+    "prune": lambda: api.prune(CHECKPOINT, keep_last=1, dry_run=True),
     "consolidate": lambda: api.consolidate(CHECKPOINT, "out", to="safetensors", prove=True),
     "average": lambda: api.average([CHECKPOINT, OTHER], "out", to="safetensors"),
     "convert": lambda: api.convert(CHECKPOINT, "out", to="dcp", prove=True),
@@ -92,7 +94,7 @@ RESULTS: dict[str, Callable[[], Any]] = {
 OPTIONS = {
     "verify": ["--deep"], "diff": [OTHER, "--all"], "consolidate": ["out", "--to", "safetensors", "--prove"],
     "average": [OTHER, "out", "--to", "safetensors"], "convert": ["out", "--to", "dcp", "--prove"], "cp": ["out"],
-    "extract": ["up.weight", "up.npy"],
+    "extract": ["up.weight", "up.npy"], "prune": ["--keep-last", "1", "--dry-run"],
 }  # fmt: skip
 
 
