@@ -23,7 +23,7 @@ import torch.distributed as dist
 from measure import keep
 
 import ckpttool
-from ckpttool.integrations.deepspeed import host_memory
+from ckpttool.integrations.live import host_memory
 from ckpttool.saving import files
 from ckpttool.saving import files as rank_files
 

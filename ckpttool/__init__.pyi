@@ -52,10 +52,10 @@ from ckpttool.execution.checks import Check as Check
 from ckpttool.execution.checks import ReadReport as ReadReport
 from ckpttool.execution.destination import Needs as Needs
 from ckpttool.formats import Source as Source
-from ckpttool.integrations.deepspeed.load import load as load
-from ckpttool.integrations.deepspeed.manager import CheckpointManager as CheckpointManager
-from ckpttool.integrations.deepspeed.report import LoadReport as LoadReport
-from ckpttool.integrations.deepspeed.report import SaveReport as SaveReport
+from ckpttool.integrations.live.load import load as load
+from ckpttool.integrations.live.manager import CheckpointManager as CheckpointManager
+from ckpttool.integrations.live.report import LoadReport as LoadReport
+from ckpttool.integrations.live.report import SaveReport as SaveReport
 from ckpttool.integrations.proof import Proof as Proof
 from ckpttool.integrations.proof import live_digest as live_digest
 from ckpttool.integrations.proof import prove as prove

@@ -20,8 +20,10 @@ from tests.storage.server import RARE_COLLECTIONS
 
 IMPORTED = (
     *(f"ckpttool.integrations.deepspeed.{n}" for n in (
-        "capture", "host_memory", "inject", "live_state", "load", "manager", "restorable", "stage0",
+        "capture", "inject", "live_state", "load", "restorable", "run", "stage0",
     )),
+    *(f"ckpttool.integrations.live.{n}" for n in ("host_memory", "load", "manager")),
+    "ckpttool.integrations.torch.run",
     *(f"ckpttool.formats.{n}" for n in ("rank_files", "state_dict", "zero.reader", "zero.stage0", "zero.stage12")),
     "ckpttool.integrations.torch.live", "ckpttool.integrations.torch.sampler", "ckpttool.storage.local_writer",
     "deepspeed.comm.mori", "deepspeed.utils.pin_memory", "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -18,6 +18,7 @@ DIRECTORIES = {
     "ckpttool/formats/zero": ["tests/formats"],
     "ckpttool/integrations": ["tests/integrations", "tests/frameworks", "tests/under_ray"],
     "ckpttool/integrations/deepspeed": ["tests/deepspeed"],
+    "ckpttool/integrations/live": ["tests/deepspeed", "tests/integrations"],
     "ckpttool/integrations/torch": ["tests/integrations", "tests/deepspeed"],
     "ckpttool/model": ["tests/formats", "tests/plan", "tests/property"],
 }

@@ -277,7 +277,7 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
     if named is None:
         return [*decisions]
     storage.refresh([])
-    whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.stage is not None]
+    whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.is_native]
     models = {entry.series for entry in whole}
     newest = max(whole, key=lambda entry: entry.rank)
     if len(models) > 1 or Place(storage, root).newest != named.entry.name or not Place(storage, newest.path).rank_files:

@@ -202,7 +202,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                 CatalogEntry(
                     name=one.tag,
                     path=one.path,
-                    format="thin" if manifest.thin else "zero",
+                    format="thin" if manifest.thin else "dcp" if manifest.stage is None else "zero",
                     stage=None if manifest.thin else manifest.stage,
                     world_size=manifest.world_size,
                     step=manifest.step,
@@ -240,7 +240,7 @@ def _by_names(found: Sequence[_Listed]) -> list[_Listed]:
     patterns: dict[tuple[str, int], set[str]] = {}
     for one in (listed.entry for listed in found):
         named = pattern_of(one.name) != one.name and not is_of_trainer(one.name)
-        if one.whole and one.stage is not None and one.step is not None and named:
+        if one.whole and one.is_native and one.step is not None and named:
             patterns.setdefault((one.series, one.step), set()).add(pattern_of(one.name))
     apart = {(model, pattern) for (model, _), own in patterns.items() if len(own) > 1 for pattern in own}
 
@@ -288,7 +288,7 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
             names = [one.name for one in newest_first(own, last_after(own, of_model)) if model_of[one.name] == model]
             ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
             groups.append(([one for one in own if model_of[one.name] == model], of_model))
-    whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.stage is not None}
+    whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.is_native}
     mixed = {one.entry.name for one in ordered if one.entry.mixed}
     resumes: dict[str, str] = {}
     for own, of_model in groups:

@@ -95,6 +95,11 @@ class CatalogEntry:
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
 
     @property
+    def is_native(self) -> bool:
+        """Whether the rules count it: a checkpoint of DeepSpeed, or a save of a torch run with a manifest."""
+        return self.stage is not None or (self.committed and self.format == "dcp")
+
+    @property
     def is_root(self) -> bool:
         """Whether the directory contains checkpoints, but is not one itself."""
         return (self.problem or "").startswith(OWN_ROOT)

@@ -129,7 +129,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
     now = time.time() if now is None else now
-    whole = [e for e in entries if e.whole and e.stage is not None and not e.link]
+    whole = [e for e in entries if e.whole and e.is_native and not e.link]
     whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     several = by_series(whole)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ckpttool.storage import Storage
 
-FORMAT = 1
-"""Version of the file format; readers refuse later versions."""
+FORMAT = 2
+"""Version of the file format; readers refuse later versions. Version 1 has no runs without DeepSpeed."""
 MAX_BYTES = 1 << 28
 """Most bytes of a manifest; one of ten thousand ranks is smaller."""
 
@@ -60,8 +60,8 @@ class Manifest:
     """Identifier of the save; unique, also among saves of the same tag."""
     world_size: int
     """Number of ranks that saved it."""
-    stage: int
-    """ZeRO stage."""
+    stage: int | None
+    """ZeRO stage; None for a run without DeepSpeed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics from the train loop."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Manifest:
         files = {name: _entry(file) for name, file in sorted(self.files.items())}
         without = {"files"} | ({"origin"} if self.origin is None else set())
         values = {k: v for k, v in _shallow(self).items() if k not in without}
-        found = json.loads(json.dumps({"format": FORMAT, **values, "files": files}))
+        found = json.loads(json.dumps({"format": 1 if self.stage is not None else FORMAT, **values, "files": files}))
         if key is not None:
             found[SIGNATURE] = signature(_canonical(found), key)
         return json.dumps({**found, CHECKSUM: checksum(found)}, indent=1).encode()
@@ -256,7 +256,7 @@ def parse_manifest(data: bytes) -> Manifest:
         created=float(found["created"]),
         attempt=str(found["attempt"]),
         world_size=int(found["world_size"]),
-        stage=int(found["stage"]),
+        stage=None if found["stage"] is None else int(found["stage"]),
         metrics={str(k): float(v) for k, v in found["metrics"].items()},
         versions={str(k): str(v) for k, v in found["versions"].items()},
         files=files,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.fields import Report
     from ckpttool.formats.location import Location
+    from ckpttool.formats.state_dict import Kinds
     from ckpttool.storage import Reader, Storage
 
 
@@ -330,8 +331,13 @@ CONTAINERS = frozenset({"app", "model", "module", "state_dict"})
 """Keys of a module's state dict; they are not part of its names."""
 
 
-def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoint:
+def read_dcp(storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None) -> Checkpoint:
     """Read the layout of a distributed checkpoint, without tensor bytes.
+
+    Args:
+        storage: Its storage.
+        location: Its directory.
+        kinds: The buffers and the frozen parameters; None if they are unknown.
 
     Raises:
         CkptError: The checkpoint is damaged, or has an unsupported form.
@@ -340,7 +346,7 @@ def read_dcp(storage: Storage, location: Location, _report: Report) -> Checkpoin
     if storage.exists(path) and "sharded_backend" in storage.read_text(path):
         problem = "is the distributed checkpoint of Megatron Core (torch_dist), which stacks layers and splits names"
         raise LayoutError(location.directory, problem, "convert it with Megatron-LM's tools/checkpoint/convert.py")
-    return _read(storage, location, [""])
+    return _read(storage, location, [""], kinds)
 
 
 def read_dcp_pair(storage: Storage, location: Location, _report: Report) -> Checkpoint:
@@ -355,9 +361,11 @@ def read_dcp_pair(storage: Storage, location: Location, _report: Report) -> Chec
     return _read(storage, location, [name for name in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER) if name in names])
 
 
-def _read(storage: Storage, location: Location, parts: Sequence[str]) -> Checkpoint:
+def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kinds | None = None) -> Checkpoint:
     """Read one state dict from the distributed checkpoints in some directories below a location."""
     entries = StateDict(step=recorded_step(storage, location.directory))
+    if kinds is not None:
+        entries.buffers, entries.frozen = kinds
     files: list[CheckpointFile] = []
     ranks = 1
     for part in parts:

@@ -26,7 +26,7 @@ from ckpttool.formats.scan import (
     pattern_of,
     scan,
 )
-from ckpttool.formats.zero.files import is_of_tag
+from ckpttool.formats.zero.files import RUN_STATE, is_of_tag
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, parent, whole_path
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class Place:
             return FILE
         if self.pointer is not None and self.has_tag(self.pointer.tag) and not self._is_step:
             return ROOT
-        if self.marker:
+        if self.marker and RUN_STATE not in self.rank_files:
             return MARKED
         if self.rank_files:
             return TAG

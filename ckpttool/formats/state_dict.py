@@ -12,7 +12,7 @@ import contextlib
 import posixpath
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, LayoutError
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
 STEP = "step"
 """The optimizer state that counts steps."""
+
+
+class Kinds(NamedTuple):
+    """The tensors of a model that an optimizer does not update, by name, where the reader knows them."""
+
+    buffers: frozenset[str]
+    frozen: frozenset[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +79,8 @@ class StateDict:
     """Tied names, if the reader knows them; None to find them by the places of the tensors."""
     buffers: frozenset[str] | None = None
     """Names of the buffers, if the reader knows them; None if floating-point ones may be frozen parameters."""
+    frozen: frozenset[str] | None = None
+    """Names of the frozen parameters, if the reader knows them; None if those without a state may be frozen."""
 
     step: int | None = None
     """Steps of the run; None for the steps of the optimizer."""
@@ -122,7 +131,7 @@ class StateDict:
             options = {aliases.get(name, name): own for name, own in self.options.items()}
             states = {aliases.get(name, name): own for name, own in states.items()}
             listed = listed | _group_by_hyperparameters(path, options, states, weights)
-        updated = {*states, *self.numbers}
+        updated = {*states, *self.numbers} if self.frozen is None else trainable.keys() - self.frozen
         groups, group_of, numbers = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
         parameters = []
         for name, weight in trainable.items():

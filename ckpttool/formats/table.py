@@ -58,6 +58,7 @@ FORMATS = (
         last=("model.safetensors.index.json", "pytorch_model.bin.index.json"),
     ),
     Format("ckpttool.formats.universal:read_universal", tagged=True, marker="zero/"),
+    Format("ckpttool.formats.torch_run:read_torch_run", tagged=True, marker=RUN_STATE),
     Format("ckpttool.formats.thin:read_thin", tagged=True, marker=RUN_STATE),
     Format("ckpttool.formats.zero.reader:read_zero", tagged=True),
 )

@@ -65,7 +65,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
         raise LayoutError(path, "is not the state of a run", "restore it from a copy")
     fields = Fields(path, "", torch.root)
     return replace(
-        _with_kinds(weights, dict.fromkeys(_names(fields, "buffers")), set(_names(fields, "frozen"))),
+        _with_kinds(weights, dict.fromkeys(names_in(fields, "buffers")), set(names_in(fields, "frozen"))),
         format="thin",
         thin=True,
         latest=LATEST,
@@ -79,7 +79,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
         client_state=fields.get("client_state", dict),
         ds_config=fields.get("ds_config", dict),
         scheduler=torch.root.get("lr_scheduler"),
-        embedded=_embedded(torch, len(weights.files)),
+        embedded=embedded_in(torch, len(weights.files)),
         files=(*weights.files, file),
     )
 
@@ -98,7 +98,8 @@ def _with_kinds(weights: Checkpoint, buffers: Collection[str], frozen: set[str])
     )
 
 
-def _names(fields: Fields, key: str) -> list[str]:
+def names_in(fields: Fields, key: str) -> list[str]:
+    """Return the names in a list of a run's state."""
     return [name for name in fields.get(key, list) if isinstance(name, str)]
 
 
@@ -109,7 +110,7 @@ def _topology(ranks: Fields) -> Topology:
     return Topology(**degrees)
 
 
-def _embedded(torch: TorchFile, index: int) -> dict[str, State]:
+def embedded_in(torch: TorchFile, index: int) -> dict[str, State]:
     """Locate the storages of the tensors in the client state and the scheduler."""
     found: dict[str, State] = {}
     for item in walk([torch.root]):

@@ -47,7 +47,7 @@ from ckpttool.storage import absolute_path
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.report import LoadReport, SaveReport
 
 LOG = logging.getLogger(__name__)
 PARAMETERS = {

@@ -56,8 +56,8 @@ from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
     from ckpttool.integrations.export import Dtype
+    from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.model import Checkpoint
 
 

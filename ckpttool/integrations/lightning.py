@@ -36,7 +36,7 @@ from ckpttool.storage import absolute_path, open_storage
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.report import LoadReport, SaveReport
 
 LOG = logging.getLogger(__name__)
 TAG = "checkpoint"

@@ -30,6 +30,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import ray.train
+import torch
 
 from ckpttool.catalog.cleanup import left_by_workers, remove_unchanged
 from ckpttool.catalog.runs import checkpoints_of_ray, last_commit, run_candidates
@@ -39,9 +40,10 @@ from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ArgumentError, CkptError, StorageError
 from ckpttool.formats.layouts import METRICS_OF_RAY
 from ckpttool.formats.scan import scan
-from ckpttool.integrations.deepspeed.manager import CheckpointManager
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.deepspeed.request import Save, checked_tag, engines_by_name, note_known
+from ckpttool.integrations.live.manager import CheckpointManager
+from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.request import Save, checked_tag, note_known
+from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.ray_run import RayRun, at_end, storage_of, url_of
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief
@@ -54,7 +56,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.run import Run
     from ckpttool.saving.coordination import Ranks
     from ckpttool.storage import Storage
 
@@ -148,21 +151,27 @@ class RayTrainCheckpoints:
         except CkptError as failed:
             LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block has details
 
-    def report(
+    def report(  # noqa: PLR0913  public API
         self,
         engine: Any,
         metrics: Mapping[str, Any],
         *,
+        optimizer: Any = True,
+        scheduler: Any = True,
+        step: int | None = None,
         client_state: Mapping[str, Any] | None = None,
         rank_state: Any = None,
         checkpoint_dir_name: str | None = None,
         validation: Any = False,
     ) -> None:
-        """Save the engine's state and report it to Ray Train; call it on every worker at the same step.
+        """Save the state of a run of DeepSpeed or torch and report it to Ray Train; on every worker at the same step.
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
-                "critic": b}, which are one checkpoint. The same in each call of a worker.
+                "critic": b}, which are one checkpoint. The same in each call of a worker. Or a torch model.
+            optimizer: Of a torch model, its optimizer, or a list of several; an engine has its own.
+            scheduler: Of a torch model, its learning-rate scheduler; an engine has its own.
+            step: Of a torch model, the steps of the run; an engine counts them.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             rank_state: This rank's own state, in a file of its own; on every rank or on none. Of the same types as
@@ -176,11 +185,14 @@ class RayTrainCheckpoints:
         """
         if not isinstance(metrics, Mapping):
             raise ArgumentError("metrics", f"are {brief(metrics)}, not a mapping", 'pass a dict, such as {"loss": 0.5}')
+        if tensors := [name for name, value in metrics.items() if isinstance(value, torch.Tensor)]:
+            problem = f"have a tensor of torch as {brief(tensors[0])}, which Ray Train does not take"
+            raise ArgumentError("metrics", problem, "pass a number: tensor.item()")
         self.finish()
-        first, *_ = engines_by_name(engine).values()
-        step = int(getattr(first, "global_steps", 0))
+        run = run_of(engine, optimizer, scheduler, step)
+        reached = int(getattr(next(iter(run.objects.values()), None), "global_steps", step or 0))
         folder, attempt, number = self._ranks.on_first(
-            self._run.root, partial(self._next_folder, step, checkpoint_dir_name), call=step
+            self._run.root, partial(self._next_folder, reached, checkpoint_dir_name), call=reached
         )
         save = Save(
             metrics=_flat_metrics(metrics),
@@ -189,7 +201,7 @@ class RayTrainCheckpoints:
             rank_state=rank_state,
             root_files={} if self._ranks.rank else {METRICS_OF_RAY: _as_json(metrics)},
         )
-        self._manager.save_into(folder, engine, save, self._run.engines)
+        self._manager.save_into(folder, run, save, self._run.engines)
         self._pending = folder, dict(metrics), validation
         if not self._manager.saves_in_background:
             self.finish()
@@ -246,17 +258,17 @@ class RayTrainCheckpoints:
         *,
         strict: bool = True,
         weights_only: bool = False,
-        optimizer: bool = True,
-        scheduler: bool = True,
+        optimizer: Any = True,
+        scheduler: Any = True,
         require_committed: bool = False,
         require_signed: bool = False,
         prove: bool | None = None,
     ) -> dict[str, Any] | None:
-        """Load a checkpoint into the engine, on every worker; number of workers and ZeRO stage may have changed.
+        """Load a checkpoint into the run, on every worker; number of workers, ZeRO stage and mesh may have changed.
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by the names that they were saved
-                with, or by the names of their folders in a checkpoint of the documented way.
+                with, or by the names of their folders in a checkpoint of the documented way. Or a torch model.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
@@ -265,9 +277,10 @@ class RayTrainCheckpoints:
                 the engine's values, and unexpected ones are left out; the report names both.
             weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
                 states, the counters and the scheduler unchanged. The report has the client state.
-            optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
-                master weights, buffers, counters and the scheduler.
-            scheduler: Restore the learning-rate scheduler.
+            optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
+                optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32 master weights,
+                buffers, counters and the scheduler.
+            scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
@@ -284,24 +297,25 @@ class RayTrainCheckpoints:
         options = LoadOptions(
             strict=strict,
             weights_only=weights_only,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
+            scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
             prove=prove,
             allow=tuple(self._allow),
             committed=require_committed,
             signed=require_signed,
         )
+        run = run_of(engine, optimizer, scheduler)
         if checkpoint is not None:
-            return self._restore_given(engine, checkpoint, options)
-        found = self._manager.begin_restore(engine, self._found, options, self._run.engines)
-        state = self._manager.restore_first(found, engine, options, fall_back=True)
-        note_known(engines_by_name(engine), self._run.engines)
+            return self._restore_given(run, checkpoint, options)
+        found = self._manager.begin_restore(run, self._found, options, self._run.engines)
+        state = self._manager.restore_first(found, run, options, fall_back=True)
+        note_known(run.objects, self._run.engines)
         self.restored = self._manager.restored
         if self._manager.restored is not None:
             self._report_unknown(found, self._manager.restored_path)
         return state
 
-    def _restore_given(self, engine: Any, given: Any, options: LoadOptions) -> dict[str, Any] | None:
+    def _restore_given(self, run: Run, given: Any, options: LoadOptions) -> dict[str, Any] | None:
         if isinstance(given, ray.train.Checkpoint):
             storage, root = storage_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
@@ -310,8 +324,8 @@ class RayTrainCheckpoints:
             root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
         )
         search = partial(_candidates, manager.source, manager.root)
-        found = manager.begin_restore(engine, search, options, root=manager.root)
-        state = manager.restore_first(found, engine, options, fall_back=len(found) > 1)
+        found = manager.begin_restore(run, search, options, root=manager.root)
+        state = manager.restore_first(found, run, options, fall_back=len(found) > 1)
         self.restored = manager.restored
         return state
 
@@ -427,7 +441,7 @@ def report(engine: Any, metrics: Mapping[str, Any], **options: Any) -> None:
     _current().report(engine, metrics, **options)
 
 
-def restore(engine: Any, checkpoint: Any = None, **options: bool) -> dict[str, Any] | None:
+def restore(engine: Any, checkpoint: Any = None, **options: Any) -> dict[str, Any] | None:
     """Load the newest commit of the run, or a given checkpoint; see ``RayTrainCheckpoints.restore``."""
     return _current().restore(engine, checkpoint, **options)
 

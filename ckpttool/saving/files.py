@@ -8,6 +8,7 @@ import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ckpttool.storage import WritableStorage
 
 
+ALIGNMENT = 64
+"""Alignment in bytes of the archives in a file."""
 READ_BYTES = 1 << 23
 """Bytes of one read of a payload."""
 
@@ -153,34 +156,92 @@ class ArchiveFile:
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order; wait for each storage's checksum, which precedes its bytes."""
-        where, size = self._built.payloads, chunk_bytes(self.nbytes)
-        hashed = mapped(partial(_hash, size), [(where[key].start, p) for key, p in self.payloads.items()])
-        keys = {where[key].start: key for key in self.payloads}
-        crcs: dict[str, int] = {}
+        size = chunk_bytes(self.nbytes)
         self._hashed = []
+        yield from self.stream_at(0, size, mapped(partial(_hash, size), self.placed(0)), self._hashed)
+
+    def placed(self, at: int) -> list[tuple[int, Payload]]:
+        """Return the payloads, each with the byte at which it begins, of an archive that begins at byte ``at``."""
+        return [(at + self._built.payloads[key].start, payload) for key, payload in self.payloads.items()]
+
+    def stream_at(
+        self, at: int, size: int, hashed: Iterator[list[Hashed]], found: list[Hashed]
+    ) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of an archive within a file.
+
+        Args:
+            at: The byte of the file at which it begins.
+            size: Bytes of the file's chunks.
+            hashed: Yields the checksums of each payload.
+            found: Gets the checksums of all bytes.
+        """
+
+        def literal(start: int, data: bytes) -> bytes:
+            found.extend(_hash(size, (at + start, HostPayload(data))))
+            return data
+
+        keys = {self._built.payloads[key].start: key for key in self.payloads}
+        crcs: dict[str, int] = {}
         *literals, (end, _) = self._built.literals
-        for start, literal in literals:
-            key = keys.get(start + len(literal))  # no other literal ends where a storage begins
+        for start, data in literals:
+            key = keys.get(start + len(data))  # no other literal ends where a storage begins
             if key is None:
-                yield self._hashed_literal(start, literal, size)
+                yield literal(start, data)
                 continue
             of_payload = next(hashed)
             crcs[key] = _combined(of_payload)
-            yield self._hashed_literal(start, torch_zip.with_crc32(literal, crcs[key]), size)
+            yield literal(start, torch_zip.with_crc32(data, crcs[key]))
             yield from _pieces(self.payloads[key])
-            self._hashed += of_payload
+            found += of_payload
         directory = self._build(crcs).literals[-1][1]
         self._directory = end, crc32(directory)
-        yield self._hashed_literal(end, directory, size)
-
-    def _hashed_literal(self, start: int, literal: bytes, size: int) -> bytes:
-        self._hashed += _hash(size, (start, HostPayload(literal)))
-        return literal
+        yield literal(end, directory)
 
     def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:
         sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
         prefix = posixpath.splitext(posixpath.basename(self.name))[0]
         return torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name, crc32=crcs)
+
+
+@dataclass(slots=True)
+class Archives:
+    """Archives for ``torch.load`` in one file, as ``torch.distributed.checkpoint`` writes them."""
+
+    name: str
+    archives: Sequence[ArchiveFile]
+    starts: Sequence[int] = field(init=False)
+    """First byte of each archive; a multiple of ALIGNMENT, so that tensors are aligned too."""
+    nbytes: int = field(init=False)
+    """Size in bytes."""
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        ends = [*accumulate((aligned(archive.nbytes) for archive in self.archives), initial=0)]
+        self.starts = ends[:-1]
+        self.nbytes = self.starts[-1] + self.archives[-1].nbytes if self.archives else 0
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order."""
+        size, end = chunk_bytes(self.nbytes), 0
+        placed = [one for archive, at in zip(self.archives, self.starts, strict=True) for one in archive.placed(at)]
+        hashed = mapped(partial(_hash, size), placed)
+        self._hashed = []
+        for archive, at in zip(self.archives, self.starts, strict=True):
+            if gap := bytes(at - end):
+                self._hashed += _hash(size, (end, HostPayload(gap)))
+                yield gap
+            yield from archive.stream_at(at, size, hashed, self._hashed)
+            end = at + archive.nbytes
+
+
+def aligned(nbytes: int) -> int:
+    """Return a size with padding to the alignment of the archives in a file."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)

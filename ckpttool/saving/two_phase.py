@@ -3,8 +3,9 @@
 1. Every rank sends the list of its files. Rank 0 checks that the ranks agree and that the storage has enough space, and
    writes the in-progress marker into the directory.
 2. Every rank writes its own files to their final paths, durably.
-3. Every rank sends its result. If all ranks have succeeded, rank 0 writes the manifest, which is the commit, then
-   ``latest``, and deletes the marker. Otherwise rank 0 removes the directory, and all ranks raise the same error.
+3. Every rank sends its result. If all ranks have succeeded, rank 0 writes the files that describe the others, if there
+   are any; the manifest, which is the commit; then ``latest``, and deletes the marker. Otherwise rank 0 removes the
+   directory, and all ranks raise the same error.
 
 A killed run leaves a directory with a marker and without a manifest: readers refuse it, and the next save of the same
 tag removes it.
@@ -17,7 +18,7 @@ import posixpath
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.checksums import Checksums
 from ckpttool.commit import is_commit
@@ -49,6 +50,23 @@ SPACE_FACTOR = 1.02
 """Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 
 
+class Index(Protocol):
+    """The files that describe the files of all ranks; rank 0 writes them after all others."""
+
+    own: Any
+    """The description of this rank's files: JSON data."""
+
+    def check(self, own: Sequence[Any]) -> None:
+        """Check on rank 0, before the first byte is written, that the files of all ranks fit together.
+
+        Raises:
+            CkptError: They do not.
+        """
+
+    def files(self) -> Sequence[OutgoingFile]:
+        """Return the files of rank 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A checkpoint to save."""
@@ -57,8 +75,8 @@ class Request:
     """Name of the checkpoint."""
     step: int
     """Steps of the engine."""
-    stage: int
-    """ZeRO stage."""
+    stage: int | None
+    """ZeRO stage; None for a run without DeepSpeed."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     overwrite: bool = False
@@ -100,6 +118,7 @@ def save(
     *,
     failed: CkptError | None = None,
     digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    index: Index | None = None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
 
@@ -113,6 +132,7 @@ def save(
         failed: Error of this rank that makes the save fail.
         digests: Called after the files are written; returns this rank's digests of its state (``RankDigest.to_json``),
             or None; of several engines, of each by its name.
+        index: The files that rank 0 writes after all others; None without.
 
     Raises:
         RankError: A rank failed or sent no message in time; nothing was committed.
@@ -123,14 +143,14 @@ def save(
     try:
         attempt = ranks.exchange(
             claim.directory,
-            own=partial(_offer, request, files, failed),
-            decide=partial(_begin, storage, root, claim, request),
+            own=partial(_offer, request, files, failed, index),
+            decide=partial(_begin, storage, root, claim, request, index),
             refuse=refuse,
         )
         fields = ranks.exchange(
             claim.directory,
             own=lambda: _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()},
-            decide=partial(_finish, storage, root, claim, request),
+            decide=partial(_finish, storage, root, claim, request, index),
             refuse=refuse,
             last=True,
         )
@@ -139,16 +159,25 @@ def save(
         claim.release()
 
 
-def _offer(request: Request, files: Sequence[OutgoingFile], failed: CkptError | None) -> dict[str, Any]:
+def _offer(
+    request: Request, files: Sequence[OutgoingFile], failed: CkptError | None, index: Index | None
+) -> dict[str, Any]:
     """Step 1, on every rank: return the names and the bytes of its files."""
     if failed is not None:
         raise failed
     names = [file.name for file in files]
-    return {"tag": request.tag, "step": request.step, "nbytes": sum(file.nbytes for file in files), "names": names}
+    nbytes = sum(file.nbytes for file in files)
+    told = None if index is None else index.own
+    return {"tag": request.tag, "step": request.step, "nbytes": nbytes, "names": names, "index": told}
 
 
 def _begin(
-    storage: WritableStorage, root: str, claim: Claim, request: Request, offers: Sequence[Mapping[str, Any]]
+    storage: WritableStorage,
+    root: str,
+    claim: Claim,
+    request: Request,
+    index: Index | None,
+    offers: Sequence[Mapping[str, Any]],
 ) -> str:
     """Step 1, on rank 0: check that the save can begin, and claim its directory; return the attempt's identifier.
 
@@ -164,6 +193,8 @@ def _begin(
     if len(set(names)) != len(names):
         repeated = next(name for name in names if names.count(name) > 1)
         raise RankError(claim.directory, f"two ranks would write {repeated}", "this is a bug in ckpttool")
+    if index is not None:
+        index.check([offer["index"] for offer in offers])
     storage.make_directory(root)
     skipped = request.skipped
     state = claim.state(overwrite=request.overwrite, step=request.step, skipped=skipped)
@@ -193,7 +224,7 @@ def _write(
         claim.wait(attempt)
     else:
         claim.check()
-    outgoing: Sequence[OutgoingFile] = files if request.sign_key is None else [HashedFile(file) for file in files]
+    outgoing = _outgoing(request, files)
     sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check)
     if request.root_files:
         claim.check()
@@ -202,7 +233,12 @@ def _write(
 
 
 def _finish(
-    storage: WritableStorage, root: str, claim: Claim, request: Request, results: Sequence[Mapping[str, Any]]
+    storage: WritableStorage,
+    root: str,
+    claim: Claim,
+    request: Request,
+    index: Index | None,
+    results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.
 
@@ -214,6 +250,10 @@ def _finish(
     committed = False
     try:
         files = {name: _from_message(one) for result in results for name, one in result["files"].items()}
+        if index is not None:
+            last = _outgoing(request, index.files())
+            sums = rank_files.write_files(storage, claim.directory, last, claim.check)
+            files |= {file.name: one for file, one in zip(last, sums, strict=True)}
         unsigned = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
         if request.sign_key is not None and unsigned is not None:
             problem = f"no rank computed the SHA-256 of {unsigned}"
@@ -245,6 +285,11 @@ def _finish(
         raise
     claim.commit()  # the checkpoint is committed even if this fails
     return fields
+
+
+def _outgoing(request: Request, files: Sequence[OutgoingFile]) -> Sequence[OutgoingFile]:
+    """Return files to write, with their SHA-256 if the save is signed."""
+    return files if request.sign_key is None else [HashedFile(file) for file in files]
 
 
 def _merged(messages: Sequence[Mapping[str, str] | None]) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.torch import TorchFileBuilder, group_options, plain_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.plan import ConsistencyChecks
@@ -70,6 +70,39 @@ LAYOUTS = {
 """Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``,
 and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes; the latter
 has an epoch beside model and optimizer."""
+
+
+class StoredChunk(NamedTuple):
+    """A part of a tensor, or an object, stored as an archive in a file."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element in each dimension."""
+    sizes: tuple[int, ...]
+    """Its shape."""
+    file: str
+    """Name of the file, in the directory of the metadata."""
+    start: int
+    """First byte of the archive."""
+    nbytes: int
+    """Its size in bytes."""
+
+
+class StoredEntry(NamedTuple):
+    """One entry of a distributed checkpoint."""
+
+    path: Path
+    """Keys of the entry in the state dict."""
+    dtype: str | None
+    """Of a tensor, safetensors' spelling; None for an object."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    chunks: Sequence[StoredChunk]
+    """Its parts; of an object, its archive."""
+
+    @property
+    def fqn(self) -> str:
+        """Name of the entry in the flattened state dict."""
+        return ".".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,26 +187,25 @@ def _directory(
     Raises:
         PlanError: Two entries have one name.
     """
-    where: dict[str, tuple[str, int, int]] = {}
+    stored: dict[str, StoredEntry] = {}
     shard: list[tuple[int, TargetFile]] = []
     number = size = 0
     for entry in entries:
-        if entry.fqn in where:
+        if entry.fqn in stored:
             problem = f"has two entries of the name {entry.fqn:.200}"
             raise PlanError(checkpoint.location, problem, "convert it to zero or to universal")
         if shard and size + entry.file.nbytes > max_file_bytes:
             yield _shard(directory, number, shard)
             number, shard, size = number + 1, [], 0
         start = -(-size // ALIGNMENT) * ALIGNMENT
-        where[entry.fqn] = _shard_name(number), start, entry.file.nbytes
+        chunk = StoredChunk((0,) * len(entry.shape), entry.shape, _shard_name(number), start, entry.file.nbytes)
+        stored[entry.fqn] = StoredEntry(entry.path, entry.dtype, entry.shape, [chunk])
         shard.append((start, entry.file))
         size = start + entry.file.nbytes
     yield _shard(directory, number, shard)
-    for stored, alias in tied:
-        if alias.fqn not in where:
-            where[alias.fqn] = where[stored.fqn]
-            entries.append(alias)
-    yield plain_file(posixpath.join(directory, METADATA), pickle(_metadata(entries, where), path=METADATA))
+    for entry, alias in tied:
+        stored.setdefault(alias.fqn, stored[entry.fqn]._replace(path=alias.path))
+    yield plain_file(posixpath.join(directory, METADATA), metadata(stored.values()))
 
 
 # ------------------------------------------------------------------------------------------------- entries
@@ -282,8 +314,8 @@ def _shard(directory: str, number: int, parts: Iterable[tuple[int, TargetFile]])
 # ------------------------------------------------------------------------------------------------- metadata
 
 
-def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, int]]) -> Opaque:
-    """Return a pickled ``Metadata`` object."""
+def metadata(entries: Iterable[StoredEntry]) -> bytes:
+    """Return the content of the metadata of a distributed checkpoint, a pickled ``Metadata`` object."""
     described: dict[str, Opaque] = {}
     paths: dict[str, Path] = {}
     stored: dict[Opaque, Opaque] = {}
@@ -291,24 +323,33 @@ def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, 
     for entry in entries:
         fqn = entry.fqn
         paths[fqn] = entry.path
-        file, start, nbytes = where[fqn]
-        info = _made(
-            "torch.distributed.checkpoint.filesystem", "_StorageInfo", relative_path=file, offset=start, length=nbytes
-        )
+        chunks = []
+        for number, chunk in enumerate(entry.chunks):
+            info = _made(
+                "torch.distributed.checkpoint.filesystem",
+                "_StorageInfo",
+                relative_path=chunk.file,
+                offset=chunk.start,
+                length=chunk.nbytes,
+            )
+            where = None if entry.dtype is None else Size(chunk.offsets)
+            index = None if entry.dtype is None else number
+            stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=where, index=index)] = info
+            if where is not None:
+                chunks.append(_made(_METADATA, "ChunkStorageMetadata", offsets=where, sizes=Size(chunk.sizes)))
         if entry.dtype is None:
             described[fqn] = _made(_METADATA, "BytesStorageMetadata")
-            stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=None, index=None)] = info
             continue
-        origin = Size(0 for _ in entry.shape)
-        size = Size(entry.shape)
         if entry.dtype not in properties:
             properties[entry.dtype] = _properties(entry.dtype)
-        chunk = _made(_METADATA, "ChunkStorageMetadata", offsets=origin, sizes=size)
         described[fqn] = _made(
-            _METADATA, "TensorStorageMetadata", properties=properties[entry.dtype], size=size, chunks=[chunk]
+            _METADATA,
+            "TensorStorageMetadata",
+            properties=properties[entry.dtype],
+            size=Size(entry.shape),
+            chunks=chunks,
         )
-        stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=origin, index=0)] = info
-    return _made(
+    root = _made(
         _METADATA,
         "Metadata",
         state_dict_metadata=described,
@@ -317,6 +358,7 @@ def _metadata(entries: Iterable[_TensorEntry], where: dict[str, tuple[str, int, 
         storage_meta=None,
         version="1.0.0",
     )
+    return pickle(root, path=METADATA)
 
 
 def _made(module: str, name: str, **attributes: Any) -> Opaque:

@@ -130,11 +130,8 @@ class TorchFileBuilder:
 
     def storage(self, dtype: str, numel: int, pieces: Iterable[Placement]) -> StorageRef:
         """Add a storage made of ``pieces``, whose target offsets count from its start; gaps are zero."""
-        typed = DTYPES[dtype].storage
-        key = str(len(self._storages))
-        nbytes = numel * itemsize(dtype)
-        ref = StorageRef(key, typed or "UntypedStorage", dtype if typed else "U8", "cpu", numel if typed else nbytes)
-        self._storages[key] = ref, list(pieces)
+        ref = storage_ref(str(len(self._storages)), dtype, numel)
+        self._storages[ref.key] = ref, list(pieces)
         return ref
 
     def constant(self, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorRef:
@@ -212,6 +209,13 @@ _ADAMW = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
+
+
+def storage_ref(key: str, dtype: str, numel: int) -> StorageRef:
+    """Return the reference to a storage of some elements."""
+    typed = DTYPES[dtype].storage
+    count = numel if typed else numel * itemsize(dtype)
+    return StorageRef(key, typed or "UntypedStorage", dtype if typed else "U8", "cpu", count)
 
 
 def view(storage: StorageRef, dtype: str, offset: int, shape: tuple[int, ...]) -> TensorRef:

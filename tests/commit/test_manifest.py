@@ -81,7 +81,7 @@ DAMAGED = {
     "half a checksum": _changed("files", "a/b.pt", "crc32", value=base64.b64encode(b"ab").decode()),
     "upwards": _changed("files", value={"../../etc/passwd": _EMPTY}),
     "absolute": _changed("files", value={"/etc/passwd": _EMPTY}),
-    "later": _changed("format", value=2),
+    "later": _changed("format", value=3),
 }  # fmt: skip
 
 

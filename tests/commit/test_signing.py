@@ -18,7 +18,7 @@ from ckpttool.commit.manifest import CHECKSUM, SIGNATURE, Manifest, checksum, re
 from ckpttool.commit.signing import read_key, signature
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.formats import open_whole
-from ckpttool.integrations.deepspeed.manager import CheckpointManager
+from ckpttool.integrations.live.manager import CheckpointManager
 from ckpttool.integrations.torch.collectives import open_together
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import HashedFile, HostPayload, PlainFile

@@ -88,7 +88,7 @@ def _calls(directory: Path) -> dict[str, Any]:
         function()
 
     def short_of_memory(where: str, function: Any) -> None:
-        fails = mock.patch(f"ckpttool.integrations.deepspeed.{where}", side_effect=MemoryError("none left"))
+        fails = mock.patch(f"ckpttool.integrations.{where}", side_effect=MemoryError("none left"))
         with fails if second else contextlib.nullcontext():
             function()
 
@@ -123,8 +123,8 @@ def _calls(directory: Path) -> dict[str, Any]:
         "no source": lambda: ckpttool.load(engine, [] if second else root, dry_run=True, timeout=TIMEOUT),
         "memory": lambda: ckpttool.load(engine, root, memory="much" if second else None, timeout=TIMEOUT),
         "other model": with_a_buffer_more,
-        "no memory to save": lambda: short_of_memory("capture.unpickle", lambda: manager.save(engine, tag="t")),
-        "no memory to restore": lambda: short_of_memory("load.match", lambda: manager.restore(engine)),
+        "no memory to save": lambda: short_of_memory("live.files.unpickle", lambda: manager.save(engine, tag="t")),
+        "no memory to restore": lambda: short_of_memory("deepspeed.load.match", lambda: manager.restore(engine)),
         "late save": lambda: late(lambda: manager.save(engine, tag="t")),
         "late restore": lambda: late(lambda: manager.restore(engine)),
         "late preview": lambda: late(lambda: manager.restore(engine, dry_run=True)),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from _pytest.tmpdir import TempPathFactory
 
-    from ckpttool.integrations.deepspeed.report import LoadReport
+    from ckpttool.integrations.live.report import LoadReport
 
 pytestmark = pytest.mark.deepspeed
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
-import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckpttool.integrations.deepspeed import host_memory
-from ckpttool.integrations.deepspeed.host_memory import ALIGNMENT, HostMemory
+from ckpttool.integrations.live import host_memory
+from ckpttool.integrations.live.host_memory import ALIGNMENT, HostMemory
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 
 if TYPE_CHECKING:
@@ -61,11 +59,7 @@ class Cuda:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The devices that were waited for, one after the other."""
     found: list[int | None] = []
-    accelerator = types.SimpleNamespace(synchronize=found.append)
-    module: Any = types.ModuleType("deepspeed.accelerator")
-    module.get_accelerator = lambda: accelerator
-    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
-    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", module)
+    monkeypatch.setattr(torch.accelerator, "synchronize", found.append)
     return found
 
 

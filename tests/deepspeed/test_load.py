@@ -16,7 +16,7 @@ import torch
 import ckpttool
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.manifest import Manifest
-from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.integrations.live.report import LoadReport
 from ckpttool.model import MASTER
 from ckpttool.storage import MANIFEST
 from tests import sampling

@@ -28,7 +28,7 @@ from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.engine import inspect_engine
 from ckpttool.integrations.deepspeed.live_state import unprovable
 from ckpttool.integrations.deepspeed.match import match
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
+from ckpttool.integrations.live.options import LoadOptions
 from tests import forked
 from tests.forked import each_on_ranks
 from tests.sampling import some, thorough

@@ -31,7 +31,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
     accelerator = pytest.importorskip("deepspeed.accelerator")
     if accelerator.get_accelerator().device_name() != "cuda":
         pytest.skip("DeepSpeed was imported for the CPU already: run these tests alone (-m gpu)")
-    from ckpttool.integrations.deepspeed.host_memory import HostMemory
+    from ckpttool.integrations.live.host_memory import HostMemory
 
     return HostMemory(pinned=True)
 

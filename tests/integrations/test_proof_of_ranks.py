@@ -241,7 +241,6 @@ def _ties(job: dict[str, Any], directory: Path) -> dict[str, str]:
     found["digest"] = _told(lambda: ckpttool.live_digest(model, **own))
     net.untie()
     found["all"] = _told(lambda: ckpttool.prove(model, path, **own))
-    found["restore"] = _told(lambda: ckpttool.CheckpointManager(path).restore(net, optimizer=optimizer))
     return found
 
 
@@ -257,7 +256,6 @@ def test_a_tie_that_is_undone_is_named(tmp_path: Path) -> None:
             assert ("the tie of last.weight" in told["all"]) == (name == "zero"), (name, told["all"])
             none = "1 parameters that need a gradient and are in no group of the optimizer, such as last.weight"
             assert none in told["all"], (name, told["all"])
-            assert told["restore"].startswith("ArgumentError: optimizer: is <torch.optim.adamw.AdamW>"), told
 
 
 def _buffers(job: dict[str, Any], directory: Path) -> dict[str, str]:

@@ -91,7 +91,7 @@ def test_several_engines_resume_by_name_on_any_number_of_workers(trained: Traine
     for found in (first, again):
         assert "contains the checkpoints of several engines: critic, policy; pass the engines by name" in found["alone"]
         assert "is another than the engine that this run has saved or restored before" in found["second alone"]
-        assert "engine: is of class torch.Linear, not a DeepSpeed engine" in found["module"]
+        assert "step: is missing; pass step=..., the steps of the run so far" in found["module"]
         assert found["text"] == "metrics: are 'loss', not a mapping; pass a dict, such as {\"loss\": 0.5}"
     assert again["newest"] == again["state"]
     assert "the-last: is saved already" in again["repeated"]

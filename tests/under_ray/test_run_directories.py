@@ -297,7 +297,8 @@ def _save_in_both_ways(run: str) -> list[str]:
     import torch
 
     from ckpttool import CheckpointManager
-    from ckpttool.integrations.deepspeed.request import Save
+    from ckpttool.integrations.live.request import Save
+    from ckpttool.integrations.live.run import run_of
     from tests.deepspeed.engines import build
 
     engine, manager = build(2, "bf16", "one", "adamw"), CheckpointManager(run)
@@ -311,7 +312,9 @@ def _save_in_both_ways(run: str) -> list[str]:
         if step in SAVED["ours"]:
             attempt, number = manager.committed or ("", 0)
             names.append(directory_name(step, number + 1, "ab12cd34"))
-            manager.save_into(f"{run}/{names[-1]}", engine, Save(metrics={"step": step}, before=(attempt, number)))
+            manager.save_into(
+                f"{run}/{names[-1]}", run_of(engine), Save(metrics={"step": step}, before=(attempt, number))
+            )
     return names
 
 

@@ -19,22 +19,17 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 from ckpttool.commit.marks import identity
-from ckpttool.containers.torch_file import MAX_PICKLE_BYTES
-from ckpttool.containers.unpickler import Truncated, unpickle
-from ckpttool.errors import CkptError, ContainerError, PlanError
-from ckpttool.formats.sidecars import is_rank_state
-from ckpttool.formats.zero.module import ENGINE_KEYS
+from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import replaced_parameters
-from ckpttool.integrations.torch.objects import unknown_classes
+from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
 from ckpttool.integrations.torch.pickling import describe
-from ckpttool.messages import brief
 from ckpttool.saving.files import ArchiveFile, HostPayload, PlainFile
 from ckpttool.storage import LOCAL, MARK
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
-    from ckpttool.integrations.deepspeed.host_memory import HostMemory
+    from ckpttool.integrations.live.host_memory import HostMemory
     from ckpttool.saving.files import OutgoingFile, Payload
 
 
@@ -82,107 +77,20 @@ def _tells_slices(content: Any) -> bool:
 
 
 @dataclass(slots=True)
-class CapturedFiles:
-    """The files that this rank writes."""
+class EngineFiles(CapturedFiles):
+    """The files of one engine that this rank writes."""
 
-    files: list[OutgoingFile] = field(default_factory=list)
-    """Files of the tag's directory."""
-    root_files: dict[str, bytes] = field(default_factory=dict)
-    """Files of the root: DeepSpeed's scripts."""
-    failed: CkptError | None = None
-    """Error of an incomplete capture; None if it is complete."""
-    scratch: list[str] = field(default_factory=list)
-    """Scratch directories with some of the files."""
-    unknown: dict[str, list[str]] = field(default_factory=dict)
-    """By file: classes of its objects that a restore builds only with ``allow``."""
     memory: list[tuple[int, Payload]] = field(default_factory=list)
     """Address of each captured storage, and the payload that holds its bytes until ``release``."""
     model: SavedModel | None = None
-    """The file of the model of one engine; None if this rank writes none."""
+    """The file of the model; None if this rank writes none."""
     tells_slices: bool = False
-    """Whether a file of one engine describes how tensor parallelism slices parameters."""
-
-    def check_pickles(self, allow: Collection[str] = ()) -> None:
-        """Parse the pickles, as a restore does; record a failure in ``failed`` instead of raising it.
-
-        Args:
-            allow: Classes that the restore may build.
-        """
-        try:
-            self._check_pickles(allow)
-        except Exception as error:  # the other ranks wait for this rank, and raise it, too
-            LOG.exception("the files of this rank could not be checked")
-            problem = f"could not be checked: {type(error).__name__}: {error}"
-            self.failed = PlanError("the save", problem, "see the log of that rank")
-
-    def _check_pickles(self, allow: Collection[str]) -> None:
-        for file in self.files if self.failed is None else ():
-            if not isinstance(file, ArchiveFile):
-                continue
-            try:
-                parsed = unpickle(file.pickled, path=file.name)
-            except (ContainerError, Truncated) as error:
-                problem = getattr(error, "problem", "its pickle ends too early")
-                self.failed = PlanError(file.name, f"could not be read again: {problem}", _hint(file.name))
-                return
-            if classes := unknown_classes(parsed.value, allow):
-                self.unknown[file.name] = classes
-            mismatched = [
-                k
-                for k, ref in parsed.storages.items()
-                if k not in file.payloads or file.payloads[k].nbytes != ref.nbytes
-            ]
-            if mismatched or len(file.pickled) > MAX_PICKLE_BYTES:
-                problem = (
-                    f"storage {mismatched[0]} has another size than its tensors"
-                    if mismatched
-                    else "its pickle is too large"
-                )
-                self.failed = PlanError(file.name, f"could not be read again: {problem}", _hint(file.name))
-                return
+    """Whether a file describes how tensor parallelism slices parameters."""
 
     def release(self) -> None:
-        """Release the files and the scratch directory."""
-        self.files.clear()
+        """Release the files, the scratch directory and the copies in host memory."""
+        CapturedFiles.release(self)
         self.memory.clear()
-        for directory in self.scratch:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def merged(parts: Sequence[CapturedFiles]) -> CapturedFiles:
-    """Return the files of several engines as the files of one save."""
-    return CapturedFiles(
-        files=[file for part in parts for file in part.files],
-        root_files={name: data for part in parts for name, data in part.root_files.items()},
-        failed=next((part.failed for part in parts if part.failed is not None), None),
-        scratch=[directory for part in parts for directory in part.scratch],
-        memory=[held for part in parts for held in part.memory],
-    )
-
-
-def _hint(name: str, keys: Sequence[object] = ()) -> str:
-    """Return the hint of an error of a file that cannot be pickled, or not read again.
-
-    Args:
-        name: The file.
-        keys: Path of keys to the value, if known.
-    """
-    if is_rank_state(name):
-        return "check the values in rank_state"
-    if "optim_states" in name or (keys and keys[0] in ENGINE_KEYS):
-        return f"check the values in {' > '.join(brief(key) for key in keys) or 'the optimizer'}"
-    return "check the values in client_state"
-
-
-def _unpicklable(value: Any) -> list[object]:
-    """Return the path of keys to a value that cannot be pickled."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, item in items:
-        try:
-            describe(item)
-        except Exception:
-            return [key, *_unpicklable(item)]
-    return []
 
 
 class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is not followed
@@ -200,7 +108,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         self._own = own
         self._directory = directory
         self._memory = memory
-        self.captured = CapturedFiles()
+        self.captured = EngineFiles()
 
     def create(self, info: Any) -> None:
         """Do nothing."""
@@ -218,7 +126,7 @@ class _CapturingEngine(CheckpointEngine):  # type: ignore[misc]  # DeepSpeed is 
         except Exception as error:
             # Not raised here: the other ranks would wait for this one forever.
             problem = f"cannot be pickled: {type(error).__name__}: {error}"
-            self.captured.failed = PlanError(name, problem, _hint(name, _unpicklable(state_dict)))
+            self.captured.failed = PlanError(name, problem, hint_of(name, unpicklable(state_dict)))
             return
         self.captured.model = self.captured.model or _model_in(state_dict)
         self.captured.tells_slices |= _tells_slices(state_dict)
@@ -298,7 +206,7 @@ def capture(
     scratch_root: str | None,
     own_files: Mapping[str, Any] | None = None,
     name: str = "",
-) -> CapturedFiles:
+) -> EngineFiles:
     """Collect the files that this rank would save, without writing them; call it on every rank.
 
     Args:

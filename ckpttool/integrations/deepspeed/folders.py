@@ -28,11 +28,11 @@ from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.formats.unfinished import is_unfinished
-from ckpttool.integrations.deepspeed.load import restore_engine
-from ckpttool.integrations.deepspeed.manager import CheckpointManager
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.deepspeed.rank_states import RankStates
-from ckpttool.integrations.deepspeed.request import Save
+from ckpttool.integrations.live.manager import CheckpointManager
+from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.rank_states import RankStates
+from ckpttool.integrations.live.request import Save
+from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ckpttool.formats.scan import Found
-    from ckpttool.integrations.deepspeed.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
@@ -190,7 +190,7 @@ class Folders:
             rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
             root_files={name: data for name, data in files.items() if name not in hidden},
         )
-        self._manager.save_into(folder, engine, arguments)
+        self._manager.save_into(folder, run_of(engine), arguments)
         self._unreported = folder, metrics or {}
         if not self._async_save:
             self.wait()
@@ -266,7 +266,7 @@ class Folders:
         """
         options = replace(self._options, strict=strict, weights_only=weights_only)
         try:
-            report = restore_engine(engine, checkpoint, options, self.ranks)
+            (report,) = run_of(engine).restore([checkpoint], options, self.ranks)
         except CkptError as error:
             hint = _hint_for_frameworks(error.hint)
             raise type(error)(error.path, error.problem, hint, error.options) from error

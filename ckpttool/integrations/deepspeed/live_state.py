@@ -43,7 +43,7 @@ from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, S
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ckpttool.integrations.deepspeed.capture import CapturedFiles
+    from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.files import Payload
@@ -148,7 +148,7 @@ class SavedDigests:
         waits: Whether the train loop waits for the save.
     """
 
-    def __init__(self, state: LiveState, captured: CapturedFiles, rank: int, *, waits: bool) -> None:
+    def __init__(self, state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> None:
         self._memory = sorted(captured.memory, key=lambda held: held[0])
         self._addresses = [address for address, _ in self._memory]
         self._digests: list[Callable[[], int]] = []

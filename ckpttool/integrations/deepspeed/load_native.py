@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint
     from ckpttool.targets.zero.match import Fitted
 

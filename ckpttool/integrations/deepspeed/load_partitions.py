@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint, State
     from ckpttool.plan import CopyPlan
     from ckpttool.targets.zero.match import Fitted

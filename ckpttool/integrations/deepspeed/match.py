@@ -12,6 +12,7 @@ from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import expert_sizes, has_optimizer
 from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS
 from ckpttool.integrations.deepspeed.load_partitions import shape_of
+from ckpttool.integrations.live.run import thin_error
 from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
 from ckpttool.model.names import with_names_of
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint
 
 BUILD_ALIKE = "build the model with the shapes of the checkpoint"
@@ -209,12 +210,6 @@ def check_module(live: LiveEngine, location: str, *, strict: bool) -> None:
             problem, hint = "is an expanded view, which torch cannot load into", "register a clone() of it"
         if problem:
             raise PlanError(location, f"{name} of the model {problem}", hint)
-
-
-def thin_error(checkpoint: Checkpoint) -> PlanError:
-    """Return the error of a load that wants more than the weights of a thin checkpoint."""
-    problem = "is thin: prune has removed its optimizer states, and kept the weights"
-    return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
 
 
 def _parallel(live: LiveEngine) -> str:

@@ -12,7 +12,8 @@ from ckpttool.integrations.torch.run_state import read_run_state
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.deepspeed.match import Match
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions, NativeState, PlannedState
+    from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
+    from ckpttool.integrations.live.options import LoadOptions
 
 
 def read_state(live: LiveEngine, match: Match, options: LoadOptions) -> NativeState | PlannedState:

@@ -17,8 +17,8 @@ import torch
 from ckpttool.errors import CkptError, PlanError
 from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme, whole_layers
 from ckpttool.integrations.deepspeed.match import check_module, match
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
 from ckpttool.integrations.deepspeed.states import optimizer_identity
+from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.torch.sampler import POSITION
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State
@@ -27,7 +27,7 @@ from ckpttool.model.places import Computed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.integrations.deepspeed.capture import CapturedFiles, SavedModel
+    from ckpttool.integrations.deepspeed.capture import EngineFiles, SavedModel
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.saving.coordination import Ranks
     from ckpttool.targets.zero.match import LiveModel
@@ -37,7 +37,7 @@ HINT = "change that, or save with engine.save_checkpoint"
 
 
 def check_restorable(
-    parts: Sequence[tuple[LiveEngine, CapturedFiles]], directory: str, ranks: Ranks, *, strict: bool
+    parts: Sequence[tuple[LiveEngine, EngineFiles]], directory: str, ranks: Ranks, *, strict: bool
 ) -> None:
     """Check that captured files can be restored into their engines; call it on every rank.
 
@@ -53,7 +53,7 @@ def check_restorable(
     ranks.exchange(directory, partial(_told, parts), partial(_check_all, parts, directory, strict))
 
 
-def _told(parts: Sequence[tuple[LiveEngine, CapturedFiles]]) -> list[dict[str, Any]]:
+def _told(parts: Sequence[tuple[LiveEngine, EngineFiles]]) -> list[dict[str, Any]]:
     """Return what differs between ranks, for each engine."""
     return [
         {
@@ -66,7 +66,7 @@ def _told(parts: Sequence[tuple[LiveEngine, CapturedFiles]]) -> list[dict[str, A
 
 
 def _check_all(
-    parts: Sequence[tuple[LiveEngine, CapturedFiles]],
+    parts: Sequence[tuple[LiveEngine, EngineFiles]],
     directory: str,
     strict: bool,
     messages: Sequence[Sequence[dict[str, Any]]],
@@ -85,7 +85,7 @@ def _check_all(
 
 
 def _check(
-    live: LiveEngine, directory: str, captured: CapturedFiles, strict: bool, messages: Sequence[dict[str, Any]]
+    live: LiveEngine, directory: str, captured: EngineFiles, strict: bool, messages: Sequence[dict[str, Any]]
 ) -> None:
     """Check one engine.
 
@@ -168,7 +168,7 @@ def _buffers(model: LiveModel, saved: SavedModel) -> tuple[Buffer, ...]:
     )
 
 
-def _lost(live: LiveEngine, captured: CapturedFiles) -> list[str]:
+def _lost(live: LiveEngine, captured: EngineFiles) -> list[str]:
     """Return the values that the files lack although they name the parameters."""
     found, saved = [], captured.model
     if live.topology.tensor_parallel > 1 and not captured.tells_slices:

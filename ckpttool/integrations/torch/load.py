@@ -23,22 +23,19 @@ from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import in_order
-from ckpttool.formats.strided import is_expanded
-from ckpttool.integrations.deepspeed.rank_states import RankStates
-from ckpttool.integrations.deepspeed.report import LoadReport
+from ckpttool.integrations.live.rank_states import RankStates
+from ckpttool.integrations.live.report import LoadReport
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
 from ckpttool.integrations.torch.live import (
-    NamedTensors,
     drop_gradients,
     has_gradients,
     live_state,
-    named_tensors,
     piece_of,
     type_name,
 )
-from ckpttool.integrations.torch.optimizers import Forms, check_class
+from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
 from ckpttool.integrations.torch.schedulers import Unfit, check_loads, state_for
 from ckpttool.model import UNKNOWN_GROUP, ScalarState, TensorFloat, TensorInteger, Topology
@@ -46,14 +43,15 @@ from ckpttool.model.names import with_names_of
 from ckpttool.model.state_digest import STEP, WEIGHTS
 from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
 from ckpttool.saving.coordination import attempt
-from ckpttool.targets.zero.match import LiveModel, fit, listed
+from ckpttool.targets.zero.match import fit, listed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.execution.checks import ReadChecks
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.integrations.torch.live import Piece
+    from ckpttool.integrations.torch.live_run import LiveRun
     from ckpttool.integrations.torch.optimizers import Form
     from ckpttool.model import Checkpoint, Parameter, ParamGroup, State
     from ckpttool.saving.coordination import Ranks
@@ -64,93 +62,6 @@ OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
 """Options that schedulers add to a group."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveRun:
-    """A live torch run on this rank."""
-
-    named: NamedTensors
-    """The model's tensors."""
-    optimizers: Sequence[Any]
-    """Its optimizers; empty if only weights are loaded."""
-    scheduler: Any
-    """The learning-rate scheduler, or None."""
-
-    @property
-    def groups(self) -> list[tuple[Any, dict[str, Any]]]:
-        """All groups, each with its optimizer."""
-        return [(owner, group) for owner in self.optimizers for group in owner.param_groups]
-
-    @property
-    def order(self) -> list[str]:
-        """Names of the parameters in the order of the optimizers, which may list frozen ones too."""
-        names = self.named.names
-        return [names[id(p)] for _, group in self.groups for p in group["params"] if id(p) in names]
-
-    def trained(self, group: Mapping[str, Any]) -> list[str]:
-        """Return the names of the trained parameters of a group.
-
-        Raises:
-            ArgumentError: The model does not have one of its parameters.
-        """
-        names = self.named.names
-        own = [parameter for parameter in group["params"] if parameter.requires_grad]
-        if strangers := sum(id(parameter) not in names for parameter in own):
-            hint = "make it after the model is wrapped: fully_shard replaces parameters"
-            raise ArgumentError("optimizer", f"has {strangers} parameters that the model lacks", hint)
-        return [names[id(parameter)] for parameter in own]
-
-    def model(self) -> LiveModel:
-        """Return the names and shapes that a checkpoint is matched with."""
-        return LiveModel(
-            shapes={name: tuple(p.shape) for name, p in self.named.parameters.items()},
-            groups=[self.trained(group) for _, group in self.groups],
-            buffers={name: tuple(b.shape) for name, b in self.named.buffers.items()},
-            aliases=self.named.aliases,
-            others=self.named.others,
-        )
-
-
-def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) -> LiveRun:
-    """Return the live run of the arguments of ``ckpttool.load``.
-
-    Args:
-        model: The module.
-        optimizer: Its optimizer, or a list of several; True or False if none is passed.
-        scheduler: Its scheduler; True or False if none is passed.
-        options: What to load.
-
-    Raises:
-        ArgumentError: An argument is missing, or has another type.
-    """
-    named = named_tensors(model)
-    for name, tensor in (*named.parameters.items(), *named.buffers.items()):
-        if torch.nn.parameter.is_lazy(tensor):
-            raise ArgumentError(name, "has no shape yet", "call the model once before the load")
-        if tensor.is_meta:
-            raise ArgumentError(name, "is on the meta device, without memory", "call model.to_empty(device=...) first")
-        if is_expanded(tensor.shape, tensor.stride()):
-            raise ArgumentError(name, "is an expanded view, which torch cannot write into", "register a clone() of it")
-    extra = [name for name in named.others if name.endswith("_extra_state")]
-    if extra and options.strict:
-        problem = "is extra state of a module, which is not loaded"
-        raise ArgumentError(extra[0], problem, "pass strict=False, and it keeps the run's values")
-    if options.without_optimizer:
-        optimizers: list[Any] = []
-    elif isinstance(optimizer, bool) or optimizer is None:
-        hint = "pass optimizer=..., or weights_only=True for the weights alone"
-        raise ArgumentError("optimizer", "of the model is not passed", hint)
-    else:
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or weights_only=True")
-    for one in optimizers:
-        check_class(one)
-    given = None if isinstance(scheduler, bool) or options.weights_only else scheduler
-    if given is not None and not hasattr(given, "load_state_dict"):
-        raise ArgumentError("scheduler", f"is a {type(given).__name__}, not a scheduler", "pass the scheduler itself")
-    return LiveRun(named, optimizers, given)
 
 
 class _Wanted(NamedTuple):

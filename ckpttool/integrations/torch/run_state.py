@@ -19,7 +19,7 @@ from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint
 
 

@@ -91,9 +91,7 @@ class HostMemory:
 
     @staticmethod
     def _wait_for(index: int | None) -> None:
-        from deepspeed.accelerator import get_accelerator
-
-        get_accelerator().synchronize(index)
+        torch.accelerator.synchronize(index)
 
     def _take(self, nbytes: int) -> Any:
         # One block per file: file sizes are the same in each save.

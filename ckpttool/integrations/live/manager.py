@@ -7,7 +7,6 @@ import logging
 import posixpath
 import threading
 import time
-import weakref
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -25,17 +24,10 @@ from ckpttool.formats import Opening, open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.formats.sidecars import is_rank_state
-from ckpttool.integrations.deepspeed.engine import inspect_engine, micro_batches, whole_layers
-from ckpttool.integrations.deepspeed.prepared import LoadOptions
-from ckpttool.integrations.deepspeed.report import SaveReport
-from ckpttool.integrations.deepspeed.request import (
-    HINTS,
-    Save,
-    check_known,
-    engines_by_name,
-    note_known,
-    ready_to_save,
-)
+from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.report import SaveReport
+from ckpttool.integrations.live.request import HINTS, Save, check_known, note_known
+from ckpttool.integrations.live.run import Kept, run_of, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
 from ckpttool.saving import two_phase
@@ -52,12 +44,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.commit.signing import Key
-    from ckpttool.integrations.deepspeed.capture import CapturedFiles
-    from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.host_memory import HostMemory
-    from ckpttool.integrations.deepspeed.live_state import SavedDigests
-    from ckpttool.integrations.deepspeed.report import LoadReport
-    from ckpttool.integrations.deepspeed.request import KnownEngines, Ready
+    from ckpttool.integrations.live.report import LoadReport
+    from ckpttool.integrations.live.request import KnownEngines
+    from ckpttool.integrations.live.run import Captured, Digests, Ready, Run
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.two_phase import Request
@@ -146,8 +135,6 @@ class CheckpointManager:
         except Exception:
             _skip_meeting()
             raise
-        self.saves_in_background = async_save
-        """Whether ``save`` returns before the checkpoint is committed."""
         self._allow = tuple(sorted(allow))
         self._provenance = provenance
         if provenance:
@@ -155,11 +142,9 @@ class CheckpointManager:
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
-        self._memory: dict[str, HostMemory] = {}
+        self._kept = Kept(self.root if self._storage is LOCAL else None, async_save)
         self._background = Background()
         self._group: Any = None
-        self._warned = False
-        self._checked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saved: KnownEngines = {}
         self._skipped: dict[str, Skipped] = {}
         self._parent: tuple[str, str] | None = None
@@ -185,10 +170,13 @@ class CheckpointManager:
         except CkptError as failed:
             LOG.error("%s", failed)  # noqa: TRY400  the exception that ends the block has the traceback
 
-    def save(
+    def save(  # noqa: PLR0913  public API
         self,
         engine: Any,
         *,
+        optimizer: Any = True,
+        scheduler: Any = True,
+        step: int | None = None,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -197,15 +185,18 @@ class CheckpointManager:
         save_latest: bool = True,
         rank_state: Any = None,
     ) -> SaveReport | None:
-        """Save the engine's state, on every rank at the same step.
+        """Save the state of a run of DeepSpeed or torch, on every rank at the same step.
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
                 "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
-                call.
-            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps. If it differs
-                between ranks, the save fails; with ``tag_validation`` "Warn" or "Ignore" in DeepSpeed's configuration
-                the first rank's counts.
+                call. Or a torch model: plain, or under DDP, FSDP2, HSDP or tensor parallelism.
+            optimizer: Of a torch model, its optimizer, or a list of several; an engine has its own.
+            scheduler: Of a torch model, its learning-rate scheduler; an engine has its own.
+            step: Of a torch model, the steps of the run; an engine counts them.
+            tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps; of a torch model
+                "step-" and the number. If it differs between ranks, the save fails; with ``tag_validation`` "Warn" or
+                "Ignore" in DeepSpeed's configuration the first rank's counts.
             client_state: State to save with the checkpoint; ``restore`` returns it.
             metrics: Numbers for ``keep_best``; the manifest gets the first rank's.
             overwrite: Replace a checkpoint of that name, unless it is pinned. One that ``restore`` has skipped as torn
@@ -231,27 +222,24 @@ class CheckpointManager:
             save_latest=save_latest,
             rank_state=rank_state,
         )
-        return self.save_into(self.root, engine, arguments, self._saved)
+        return self.save_into(self.root, run_of(engine, optimizer, scheduler, step), arguments, self._saved)
 
-    def save_into(self, root: str, engine: Any, save: Save, known: KnownEngines | None = None) -> SaveReport | None:
+    def save_into(self, root: str, run: Run, save: Save, known: KnownEngines | None = None) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
 
         Args:
             root: A root on the manager's storage.
-            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
-                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
-                call.
+            run: The run.
             save: The other arguments of ``save``.
             known: The engines of the run, which gets these.
         """
-        began = time.perf_counter()
-        engines, ranks = engines_by_name(engine), self._ranks
-        asked = save.asked(engines) | {"root": root, "async_save": self.saves_in_background}
+        began, ranks = time.perf_counter(), self._ranks
+        asked = run.asked(save) | {"root": root, "async_save": self.saves_in_background}
         what = root if asked["tag"] is None else posixpath.join(root, str(asked["tag"]))
         ready, tag = ranks.begin(
             what,
             asked,
-            own=partial(self._ready, engines, save, known),
+            own=partial(self._ready, run, save, known),
             decide=lambda ready: ready.request.tag,
             hints=HINTS,
         )
@@ -263,9 +251,10 @@ class CheckpointManager:
             skipped=self._skipped.get(posixpath.join(root, tag)),
             parent=self._parent_in(root),
         )
-        captured, digests = self._capture(posixpath.join(root, tag), ready._replace(request=request), save)
-        note_known(engines, known)
-        write = partial(self._write, root, request, captured, digests, began)
+        ready = ready._replace(request=request)
+        captured = run.capture(ready, save, ranks, self._kept, posixpath.join(root, tag))
+        note_known(run.objects, known)
+        write = partial(self._write, root, request, captured, began)
         if not self.saves_in_background:
             report = write()
             if report.error is not None:
@@ -275,63 +264,27 @@ class CheckpointManager:
         try:
             self._background.start(lambda: write(stall).error)
         except RuntimeError as error:
-            captured.release()
+            captured.files.release()
             problem = f"was not saved: the program is ending ({error})"
             raise PlanError(posixpath.join(root, tag), problem, "save before its end") from error
         return None
 
-    def _ready(self, engines: Mapping[str, Any], save: Save, known: KnownEngines | None) -> Ready:
-        """Check that this rank can begin a save, and describe its engines."""
-        if "" not in engines and self._rules is not None and (self._rules.thin or self._rules.thin_every):
-            problem = "is not possible for a checkpoint of several engines"
-            raise ArgumentError("thin", problem, "leave out thin and thin_every")
-        return ready_to_save(engines, save, self._ranks, known, provenance=self._provenance)
+    def _ready(self, run: Run, save: Save, known: KnownEngines | None) -> Ready:
+        """Check that this rank can begin a save, and describe its run."""
+        if run.without_thinning and self._rules is not None and (self._rules.thin or self._rules.thin_every):
+            raise ArgumentError("thin", run.without_thinning, "leave out thin and thin_every")
+        ready = run.ready(save, self._ranks, provenance=self._provenance)
+        check_known(run.objects, known)
+        return ready
 
-    def _capture(
-        self, directory: str, ready: Ready, save: Save
-    ) -> tuple[CapturedFiles, dict[str, SavedDigests | None]]:
-        """Capture the state of the engines, and check in an engine's first save that a restore would accept it."""
-        from ckpttool.integrations.deepspeed.capture import CapturedFiles, capture, merged
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether ``save`` returns before the checkpoint is committed."""
+        return self._kept.in_background
 
-        first_saves: list[tuple[LiveEngine, CapturedFiles]] = []
-        captured, own_files, rank_state = CapturedFiles(), ready.own_files, save.rank_state
-        digests: dict[str, SavedDigests | None] = {}
-        try:
-            for name, live in ready.live.items():
-                self._warn_of_gradients(live.engine)
-                with whole_layers(live.engine):
-                    part = capture(
-                        live.engine,
-                        tag=ready.request.tag,
-                        client_state=save.client_state,
-                        memory=self._host_memory(name, live.engine),
-                        exclude_frozen=save.exclude_frozen,
-                        scratch_root=self.root if self._storage is LOCAL else None,
-                        own_files=own_files,
-                        name=name,
-                    )
-                    captured = merged([captured, part])
-                    digests[name] = _digests_of(
-                        live,
-                        part,
-                        self._ranks,
-                        save.client_state,
-                        rank_state,
-                        exclude_frozen=save.exclude_frozen,
-                        waits=not self.saves_in_background,
-                    )
-                if live.engine not in self._checked:
-                    first_saves.append((live, part))
-                own_files, rank_state = {}, None  # the first engine has the states of the ranks
-            if first_saves:
-                from ckpttool.integrations.deepspeed.restorable import check_restorable
-
-                check_restorable(first_saves, directory, self._ranks, strict=not save.exclude_frozen)
-                self._checked.update(live.engine for live, _ in first_saves)
-        except BaseException:
-            captured.release()
-            raise
-        return captured, digests
+    @saves_in_background.setter
+    def saves_in_background(self, value: bool) -> None:
+        self._kept.in_background = value
 
     @property
     def saving(self) -> bool:
@@ -353,28 +306,30 @@ class CheckpointManager:
         tag: str | None = None,
         strict: bool = True,
         weights_only: bool = False,
-        optimizer: bool = True,
-        scheduler: bool = True,
+        optimizer: Any = True,
+        scheduler: Any = True,
         dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
         prove: bool | None = None,
     ) -> dict[str, Any] | None:
-        """Load the newest whole checkpoint into the engine, on every rank; ranks and ZeRO stage may have changed.
+        """Load the newest whole checkpoint into the run, on every rank; ranks, stage and mesh may have changed.
 
         Incomplete and damaged checkpoints are skipped, with a warning in the log. For checkpoints saved by this class,
         all bytes read are compared with the checksums before the engine changes.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with.
+            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with. Or
+                a torch model.
             tag: Load only this checkpoint.
             strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep
                 the engine's values, and unexpected ones are left out; the report names both.
             weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
                 states, the counters and the scheduler unchanged. The report has the client state.
-            optimizer: Restore the optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32
-                master weights, buffers, counters and the scheduler.
-            scheduler: Restore the learning-rate scheduler.
+            optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
+                optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32 master weights,
+                buffers, counters and the scheduler.
+            scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
             dry_run: Report the result of a load, without reading weights or changing the engine. ``restored`` gets the
                 report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
@@ -392,8 +347,8 @@ class CheckpointManager:
         options = LoadOptions(
             strict=strict,
             weights_only=weights_only,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
+            scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
             dry_run=dry_run,
             prove=prove,
             allow=self._allow,
@@ -401,14 +356,15 @@ class CheckpointManager:
             signed=require_signed,
         )
         self.wait()
+        run = run_of(engine, optimizer, scheduler)
         found = self.begin_restore(
-            engine, lambda: [one.path for one in find(self.source, self.root, tag)], options, root=self.root, tag=tag
+            run, lambda: [one.path for one in find(self.source, self.root, tag)], options, root=self.root, tag=tag
         )
-        return self.restore_first(found, engine, options, fall_back=tag is None)
+        return self.restore_first(found, run, options, fall_back=tag is None)
 
     def begin_restore(
         self,
-        engine: Any,
+        run: Run,
         search: Callable[[], list[str]],
         options: LoadOptions,
         known: KnownEngines | None = None,
@@ -417,31 +373,29 @@ class CheckpointManager:
         """Search for checkpoints on the first rank, when all ranks are ready to restore with the same arguments.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with.
+            run: The run.
             search: Returns the paths of the checkpoints, best first.
             options: The options.
             known: The engines of the run; None to allow any.
             **asked: Other arguments that must be the same on all ranks.
         """
-        engines = engines_by_name(engine)
-        asked |= {"engines": [*engines]} | options.agreed()
-        ready = partial(self._check_restored, engines, options, known)
+        asked |= {"engines": [*run.objects]} | options.agreed()
+        ready = partial(self._check_restored, run, options, known)
         _, found = self._ranks.begin(self.root, asked, own=ready, decide=lambda _: search())
         return found
 
-    def _check_restored(self, engines: Mapping[str, Any], options: LoadOptions, known: KnownEngines | None) -> None:
+    def _check_restored(self, run: Run, options: LoadOptions, known: KnownEngines | None) -> None:
         """Check that this rank can restore."""
         if options.signed and self._key is None:
             problem = "needs a key to compare signatures with"
             raise ArgumentError("require_signed", problem, "pass sign_key to the manager")
-        for one in engines.values():
-            inspect_engine(one)
-        check_known(engines, known)
+        run.check(options)
+        check_known(run.objects, known)
 
     def restore_first(
         self,
         found: Sequence[str],
-        engine: Any,
+        run: Run,
         options: LoadOptions,
         *,
         fall_back: bool,
@@ -450,13 +404,10 @@ class CheckpointManager:
 
         ``restored_path`` gets its path. Of several engines, all get the same checkpoint.
         """
-        from ckpttool.integrations.deepspeed.load import restore_engines
-        from ckpttool.integrations.deepspeed.match import thin_error
         from ckpttool.integrations.torch.collectives import open_together
 
         self.restored = None
-        engines = engines_by_name(engine)
-        wanted = () if options.weights_only else tuple(engines)
+        wanted = () if options.weights_only else tuple(run.objects)
         ranks, storage = self._ranks, self.source
         key = self._key if options.signed else None
         open_ = partial(open_whole, key=key, committed=options.committed, module_only=options.weights_only)
@@ -466,12 +417,12 @@ class CheckpointManager:
             try:
                 opened = [
                     open_together(path, storage, partial(_open_engine, open_, storage, path, name, wanted), ranks)
-                    for name in engines
+                    for name in run.objects
                 ]
                 if opened[0].thin and fall_back and not options.without_optimizer:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
-                reports = restore_engines([*zip(engines.values(), opened, strict=True)], options, ranks)
+                reports = run.restore(opened, options, ranks)
             except (PlanError, LinkError, RankError, ProofError):
                 raise  # it is sound but does not fit, or the user must decide: an older one does not help
             except CkptError as error:
@@ -533,14 +484,13 @@ class CheckpointManager:
         self,
         root: str,
         request: Request,
-        captured: CapturedFiles,
-        digests: Mapping[str, SavedDigests | None],
+        state: Captured,
         began: float,
         stall: float | None = None,
     ) -> SaveReport:
         """Write the captured state; never raises."""
-        ranks = self._ranks
-        digested = _Digesting(digests)
+        ranks, captured = self._ranks, state.files
+        digested = _Digesting(state.digests)
         before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
         try:
@@ -558,6 +508,7 @@ class CheckpointManager:
                 captured.files,
                 failed=captured.failed,
                 digests=digested.result,
+                index=state.index,
             )
             self.committed = manifest.attempt, manifest.number
             self._parent = None
@@ -611,26 +562,6 @@ class CheckpointManager:
 
         return ranks_of_process_group(MEETING, self._timeout)
 
-    def _warn_of_gradients(self, engine: Any) -> None:
-        """Warn once of a save between two micro batches: gradients are in no checkpoint."""
-        if self._warned or not micro_batches(engine):
-            return
-        self._warned = True
-        if self._ranks.rank == 0:
-            LOG.warning(
-                "a save between two micro batches leaves out the accumulated gradients, so that a resumed run differs: "
-                "save after a step of the optimizer"
-            )
-
-    def _host_memory(self, name: str, engine: Any) -> HostMemory | None:
-        """Return buffers for a copy of the state; None if it can be written directly from host memory."""
-        on_device = engine.device.type != "cpu"
-        if name not in self._memory and (self.saves_in_background or on_device):
-            from ckpttool.integrations.deepspeed.host_memory import HostMemory
-
-            self._memory[name] = HostMemory(pinned=on_device)
-        return self._memory.get(name)
-
 
 def _skip_meeting() -> None:
     """Count a failed constructor: the managers of other ranks may exist, and will wait for this count."""
@@ -640,34 +571,6 @@ def _skip_meeting() -> None:
         ranks_of_process_group(MEETING)
 
 
-def _digests_of(
-    live: LiveEngine,
-    captured: CapturedFiles,
-    ranks: Ranks,
-    client_state: Mapping[str, Any],
-    rank_state: Any,
-    *,
-    exclude_frozen: bool,
-    waits: bool,
-) -> SavedDigests | None:
-    """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
-    from ckpttool.integrations.deepspeed.live_state import SavedDigests, engine_state
-    from ckpttool.integrations.torch.live import values_of
-
-    try:
-        state = engine_state(live)
-        values = {**state.values, **values_of("client_state", client_state)}
-        own = {**state.own, **({} if rank_state is None else values_of("rank_state", rank_state))}
-        frozen = {*state.frozen} if exclude_frozen else set()
-        pieces = [piece for piece in state.pieces if piece.name not in frozen]
-        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
-    except Exception as error:  # the save does not depend on it
-        why = f"{error.path}: {error.problem}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-        if ranks.rank == 0:
-            LOG.warning("the save records no digests, so that a restore is proven only by its files: %s", why)
-        return None
-
-
 class _Digesting:
     """Computes digests in a thread of its own, while another one writes the files.
 
@@ -675,12 +578,12 @@ class _Digesting:
         digests: The digests of each engine by its name; None without.
     """
 
-    def __init__(self, digests: Mapping[str, SavedDigests | None]) -> None:
+    def __init__(self, digests: Mapping[str, Digests | None]) -> None:
         self._found: dict[str, dict[str, str] | None] = {}
         self._thread = threading.Thread(target=self._run, args=(digests,), name="ckpttool-digest", daemon=True)
         self._thread.start()
 
-    def _run(self, digests: Mapping[str, SavedDigests | None]) -> None:
+    def _run(self, digests: Mapping[str, Digests | None]) -> None:
         for name, own in digests.items():
             self._found[name] = None
             try:

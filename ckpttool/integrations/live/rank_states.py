@@ -15,7 +15,7 @@ from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import LoadOptions
+    from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint, Topology
     from ckpttool.saving.coordination import Ranks
 

@@ -1,0 +1,59 @@
+"""Saves of torch runs -> Checkpoint: a distributed checkpoint in the directory of a tag, and the state of the run.
+
+RUN_STATE has the state beside the tensors: client state, scheduler, and the names of buffers and frozen parameters.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.errors import LayoutError
+from ckpttool.formats.dcp import METADATA, read_dcp
+from ckpttool.formats.fields import RESTORE, Fields
+from ckpttool.formats.state_dict import Kinds
+from ckpttool.formats.thin import embedded_in, names_in
+from ckpttool.formats.zero.files import RUN_STATE
+from ckpttool.model import CheckpointFile, Topology
+from ckpttool.storage import LATEST
+
+if TYPE_CHECKING:
+    from ckpttool.formats.fields import Report
+    from ckpttool.formats.location import Location
+    from ckpttool.model import Checkpoint
+    from ckpttool.storage import Storage
+
+
+def read_torch_run(storage: Storage, location: Location, report: Report) -> Checkpoint | None:
+    """Read the layout of a save of a torch run, without tensor bytes.
+
+    Returns:
+        The layout; None if the directory has no distributed checkpoint.
+
+    Raises:
+        CkptError: The checkpoint is damaged.
+    """
+    if not storage.exists(posixpath.join(location.directory, METADATA)):
+        return None
+    path = posixpath.join(location.directory, RUN_STATE)
+    with storage.open(path, ahead=True) as reader:
+        torch = read_torch_file(reader)
+        file = CheckpointFile(RUN_STATE, reader.nbytes, "model", None, reader.version, records=torch.records)
+    if not isinstance(torch.root, dict):
+        raise LayoutError(path, "is not the state of a run", RESTORE)
+    fields = Fields(path, "", torch.root)
+    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")))
+    found = read_dcp(storage, location, report, kinds)
+    return replace(
+        found,
+        latest=LATEST,
+        root=location.root,
+        topology=Topology(data_parallel=max(1, fields.get("world_size", int))),
+        step=fields.optional("global_steps", int),
+        client_state=fields.get("client_state", dict),
+        scheduler=torch.root.get("lr_scheduler"),
+        embedded=embedded_in(torch, len(found.files)),
+        files=(*found.files, file),
+    )

@@ -1,0 +1,1 @@
+"""Saves, restores and loads of live runs of any trainer, and their interface to a run."""

@@ -1,0 +1,134 @@
+"""Load any checkpoint into a live run, on any number of ranks, with no conversion in between.
+
+Every rank reads only its own state. A load has two halves. The first half reads, and may fail; then the ranks agree
+that all reads succeeded; the second half changes the run. A damaged file therefore never leaves a run half loaded, and
+no rank waits for a failed rank.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import ArgumentError
+from ckpttool.formats import Opening, open_checkpoint, source_paths, source_storage
+from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.run import run_of
+from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
+from ckpttool.saving.coordination import TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from ckpttool.execution.checks import Check
+    from ckpttool.formats import Source
+    from ckpttool.integrations.live.report import LoadReport
+    from ckpttool.storage import Storage
+
+
+def load(  # noqa: PLR0913  public API
+    engine: Any,
+    src: Source,
+    *,
+    tag: str | None = None,
+    strict: bool = True,
+    weights_only: bool = False,
+    optimizer: Any = True,
+    scheduler: Any = True,
+    dry_run: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    follow_links: bool = False,
+    memory: int | str | None = None,
+    check: Check = "read",
+    trust_names: bool = False,
+    allow: Collection[str] = (),
+    prove: bool | None = None,
+    timeout: float = TIMEOUT,
+) -> LoadReport:
+    """Load any checkpoint into a live run of DeepSpeed or torch, on any number of ranks and at any ZeRO stage.
+
+    Call it on every rank, like ``engine.load_checkpoint``. If ranks, stage and parameters match the save, DeepSpeed
+    gets the content of its own files; otherwise each rank reads its ranges from the files of all ranks. Unlike
+    ``engine.load_checkpoint`` it runs no pickle: ckpttool parses the files and builds the objects in them.
+
+    A torch model may be plain, or under DDP, FSDP2, HSDP or tensor parallelism. Its parameters, buffers and optimizer
+    states are filled in place, in the types that the run has. No step is taken, no hook is called, and gradients are
+    dropped.
+
+    Args:
+        engine: The engine that ``deepspeed.initialize`` returned, or a torch model.
+        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+            of weights. Several directories if each contains the files of some ranks (node-local storage).
+        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+        strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep the
+            engine's values, and unexpected ones are left out; the report names both.
+        weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
+            the counters and the scheduler unchanged. The report has the client state.
+        optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
+            optimizer's states and hyper-parameters. False: only weights, fp32 master weights, buffers, counters and the
+            scheduler are restored.
+        scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
+        dry_run: Report the result of a load, without reading weights or changing the run.
+        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
+            configuration.
+        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
+        memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
+        check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes: of records read
+            "read" whole, "full" also of partly read ones, "off" none. With a manifest, every byte is compared with its
+            checksums.
+        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
+        allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
+            tensors, numpy arrays, paths and dates are always built.
+        prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
+            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
+        timeout: Seconds that a rank may lag.
+
+    Returns:
+        A report of the restored state; its ``client_state`` is the state saved by the user's code.
+
+    Raises:
+        ProofError: With ``prove``, the live state differs from the saved one; on every rank, after the load.
+        CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
+    """
+    opening = Opening(storage_options, follow_links)
+    options = LoadOptions(
+        strict=strict,
+        weights_only=weights_only,
+        optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
+        scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
+        dry_run=dry_run,
+        memory=memory,
+        check=check,
+        prove=prove,
+        allow=tuple(allow),
+    )
+    began = time.perf_counter()
+    ranks = ranks_of_process_group("load", timeout)
+    name = _named(src)
+    run = run_of(engine, optimizer, scheduler)
+    asked = {"tag": tag, "src": name} | options.agreed() | run.kind
+
+    def begin() -> tuple[list[str], Storage]:
+        _ = options.memory_bytes  # raises for a text that is not a size
+        paths = source_paths(src)
+        if [*run.objects] != [""]:
+            raise ArgumentError("engine", "is a mapping of several engines", "load each engine by itself")
+        run.check(options)
+        return paths, source_storage(paths, opening)
+
+    paths, storage = ranks.together(name, begin, asked)
+    read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names, module_only=weights_only)
+    checkpoint = open_together(paths[0], storage, read, ranks)
+    (report,) = run.restore([checkpoint], options, ranks)
+    return replace(report, seconds=time.perf_counter() - began)
+
+
+def _named(src: Source) -> str:
+    """Return the name of a source in errors."""
+    try:
+        return ", ".join(source_paths(src))
+    except (TypeError, ValueError):
+        return repr(src)[:200]

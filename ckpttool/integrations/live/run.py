@@ -1,0 +1,162 @@
+"""A live run as a manager sees it: engines of DeepSpeed, or the model and the optimizer of torch."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ckpttool.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ckpttool.integrations.live.files import CapturedFiles
+    from ckpttool.integrations.live.host_memory import HostMemory
+    from ckpttool.integrations.live.options import LoadOptions
+    from ckpttool.integrations.live.report import LoadReport
+    from ckpttool.integrations.live.request import Save
+    from ckpttool.model import Checkpoint
+    from ckpttool.model.rank_digest import RankDigest
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.two_phase import Index, Request
+
+
+class Ready(NamedTuple):
+    """A save that a rank is ready to begin."""
+
+    request: Request
+    live: Any
+    """What ``Run.capture`` saves."""
+    own_files: Mapping[str, Any]
+    """Content of the file of the rank state, by its name; empty without one."""
+
+
+class Digests(Protocol):
+    """The digests that a save records, computed in any thread."""
+
+    def compute(self) -> RankDigest:
+        """Return the digests of this rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """The state of this rank at a save."""
+
+    files: CapturedFiles
+    digests: Mapping[str, Digests | None]
+    """Of each engine by its name, or of the run under ""; None if its parts cannot be digested."""
+    index: Index | None = None
+    """The files that rank 0 writes after all others."""
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What a manager keeps of a run from one save to the next."""
+
+    scratch_root: str | None
+    """A directory on the disk of the checkpoints; None if they are remote."""
+    in_background: bool
+    """Whether saves return before the checkpoint is committed."""
+    checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """The engines with a save that was found to be restorable."""
+    warned: bool = False
+    """Whether the user was warned of gradients, which no checkpoint has."""
+    memory: dict[str, HostMemory] = field(default_factory=dict)
+    """Buffers for copies of the state, by name of the engine."""
+
+    def host_memory(self, name: str, *, on_device: bool) -> HostMemory | None:
+        """Return buffers for a copy of the state; None if it can be written directly from host memory.
+
+        Args:
+            name: Name of the engine.
+            on_device: Whether its state is on an accelerator.
+        """
+        if name not in self.memory and (self.in_background or on_device):
+            from ckpttool.integrations.live.host_memory import HostMemory  # imports torch
+
+            self.memory[name] = HostMemory(pinned=on_device)
+        return self.memory.get(name)
+
+
+class Run(Protocol):
+    """One rank of a live run: the objects that are saved and restored together."""
+
+    objects: Mapping[str, Any]
+    """The engines by name, or the model under ""."""
+    kind: dict[str, Any]
+    """What must be the same on all ranks in every call: JSON data."""
+    without_thinning: str
+    """Why the rules of a manager cannot thin its checkpoints; "" if they can."""
+
+    def asked(self, save: Save) -> dict[str, Any]:
+        """Return the arguments of a save that must be the same on all ranks."""
+
+    def ready(self, save: Save, ranks: Ranks, *, provenance: bool) -> Ready:
+        """Check the arguments of a save on this rank, and describe the run; nothing is copied or gathered.
+
+        Raises:
+            ArgumentError: An argument is wrong.
+            PlanError: A restore would not know the optimizer.
+        """
+
+    def capture(self, ready: Ready, save: Save, ranks: Ranks, kept: Kept, directory: str) -> Captured:
+        """Capture the state of this rank, on every rank; the run may continue when it returns, unless it waits.
+
+        Args:
+            ready: As ``ready`` returned it, with the tag of all ranks.
+            save: The arguments.
+            ranks: The ranks of the run.
+            kept: What the manager keeps of it.
+            directory: Directory of the checkpoint.
+
+        Raises:
+            CkptError: The state cannot be saved, or not restored; the same on every rank.
+        """
+
+    def check(self, options: LoadOptions) -> None:
+        """Check that a restore can begin.
+
+        Raises:
+            CkptError: It cannot.
+        """
+
+    def restore(self, opened: Sequence[Checkpoint], options: LoadOptions, ranks: Ranks) -> list[LoadReport]:
+        """Load an open checkpoint into each of ``objects``: all are read before the first one changes.
+
+        Raises:
+            ProofError: As for ``ckpttool.load``.
+            CkptError: A checkpoint does not fit or cannot be read; on every rank, before the run changed.
+        """
+
+
+def thin_error(checkpoint: Checkpoint) -> PlanError:
+    """Return the error of a load that wants more than the weights of a thin checkpoint."""
+    problem = "is thin: prune has removed its optimizer states, and kept the weights"
+    return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
+
+
+def is_of_torch(model: Any) -> bool:
+    """Return whether an object is a torch model, and no engine or module of DeepSpeed."""
+    of_deepspeed = hasattr(model, "save_checkpoint") or type(model).__module__.startswith("deepspeed.")
+    return hasattr(model, "named_parameters") and not of_deepspeed
+
+
+def run_of(model: Any, optimizer: Any = True, scheduler: Any = True, step: int | None = None) -> Run:
+    """Return the live run of the arguments of a save or a restore.
+
+    Args:
+        model: The engine that ``deepspeed.initialize`` returned, several by name, or a torch model.
+        optimizer: Of a torch model, its optimizer, or a list of several; of an engine, True or False.
+        scheduler: Of a torch model, its scheduler; of an engine, True or False.
+        step: Of a torch model at a save, the steps of the run.
+
+    Wrong arguments are refused by ``ready`` and ``check``, so that all ranks get the error.
+    """
+    if is_of_torch(model):
+        from ckpttool.integrations.torch.run import TorchRun  # imports torch
+
+        return TorchRun(model, optimizer, scheduler, step)
+    from ckpttool.integrations.deepspeed.run import EngineRun
+
+    return EngineRun(model, optimizer=optimizer, scheduler=scheduler, step=step)

@@ -1,0 +1,491 @@
+"""The state of a torch run as a distributed checkpoint: each rank writes a share of the parts that several have.
+
+Each rank sends the places of its parts. Rank 0 checks that the parts fill each tensor, and returns the ranks that have
+equal places; those ranks divide the parts by size, all by the same rule. No tensor is gathered.
+
+Source: torch 2.13, distributed/checkpoint/state_dict.py (``get_model_state_dict``, ``get_optimizer_state_dict``: names
+and nesting) and filesystem.py (``FileSystemWriter``: names of the files).
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import logging
+import math
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpttool.containers.pickler import pickle
+from ckpttool.dtypes import itemsize
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.zero.files import RUN_STATE
+from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
+from ckpttool.integrations.live.run import Captured
+from ckpttool.integrations.torch.live import live_state, number_of, type_name, values_of, wrapped_class
+from ckpttool.integrations.torch.pickling import StorageBytes, describe
+from ckpttool.messages import brief
+from ckpttool.model.state_digest import WEIGHTS
+from ckpttool.saving.coordination import RankError, attempt
+from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
+from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, metadata
+from ckpttool.targets.torch import storage_ref, view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from ckpttool.integrations.live.host_memory import HostMemory
+    from ckpttool.integrations.live.request import Save
+    from ckpttool.integrations.live.run import Kept, Ready
+    from ckpttool.integrations.torch.live import LiveState, Piece
+    from ckpttool.integrations.torch.live_run import LiveRun
+    from ckpttool.model.rank_digest import RankDigest
+    from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.files import OutgoingFile, Payload
+    from ckpttool.targets.dcp import Path
+
+LOG = logging.getLogger(__name__)
+VERSION = 1
+"""Version of the content of RUN_STATE."""
+NAMES = LAYOUTS["nested"]
+"""The names of the entries: of torch's state dicts of a model and its optimizer, under "model" and "optim"."""
+
+
+class Entry(NamedTuple):
+    """A tensor of the run; this rank may have a part of it."""
+
+    path: Path
+    """Keys of its entry in the state dict."""
+    dtype: str
+    """safetensors' spelling."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    tensor: Any
+    """The part, on any device; it may be empty."""
+    starts: tuple[int, ...]
+    """Index of its first element in each dimension."""
+    piece: int | None
+    """Index of the part in ``LiveState.pieces``; None for a number."""
+    one_writer: bool
+    """Whether the first of the ranks that have it writes it: each may have its own values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return int(self.tensor.numel()) * itemsize(self.dtype)
+
+
+def check_saved(run: LiveRun) -> None:
+    """Check that a distributed checkpoint can hold the state of a run.
+
+    Raises:
+        ArgumentError: It has a state that would be lost, or is of one rank alone.
+    """
+    if run.named.others:
+        problem = "is in the state dict of the model, but is neither a parameter nor a buffer"
+        raise ArgumentError(run.named.others[0], problem, "remove the hook, or the extra state, that adds it")
+    for owner, group in run.groups:
+        run.trained(group)  # raises for parameters that the model lacks
+        for parameter in group["params"]:
+            name = run.named.names.get(id(parameter), "")
+            for key, value in owner.state.get(parameter, {}).items():
+                _check_state(key, value, name, parameter)
+
+
+def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:
+    if number_of(key, value, parameter) is not None or value is None:
+        return
+    what = f"has {key} of {brief(name, 200)}"
+    hint = "save it with torch, or pass optimizer=False to save the weights alone"
+    if not isinstance(value, torch.Tensor) or wrapped_class(value):
+        kind = wrapped_class(value) or type(value).__name__
+        raise ArgumentError("optimizer", f"{what} as a {kind}, not as a tensor", hint)
+    if hasattr(parameter, "placements") and not hasattr(value, "placements"):
+        problem = f"{what} as a tensor of this rank alone, beside a parameter that is spread over the ranks"
+        raise ArgumentError("optimizer", problem, hint)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Described:
+    """The state of this rank, before the ranks have shared the parts that several have."""
+
+    state: LiveState
+    entries: Sequence[Entry]
+    index: DcpIndex
+
+
+def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
+    """Describe the state of this rank, with the values that the user passes to a save.
+
+    Raises:
+        ArgumentError: A tensor has a form that cannot be saved.
+    """
+    state = live_state(run.named.module, list(run.optimizers) or None, run.scheduler)
+    frozen = {*state.frozen} if save.exclude_frozen else set()
+    state = replace(
+        state,
+        pieces=[piece for piece in state.pieces if piece.name not in frozen],
+        values={**state.values, **values_of("client_state", save.client_state)},
+        own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
+        pending="",
+    )
+    entries = [*_tensors(state), *_numbers(run)]
+    return Described(state, entries, DcpIndex(entries, rank, directory))
+
+
+def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: Kept, directory: str) -> Captured:
+    """Capture the files that this rank writes; call it on every rank.
+
+    Args:
+        run: The run.
+        ready: The save.
+        save: Its arguments.
+        ranks: The ranks of the run.
+        kept: What the manager keeps of the run.
+        directory: Directory of the checkpoint, for errors.
+
+    Raises:
+        RankError: The ranks have other tensors, or their parts do not fill one.
+    """
+    made = attempt(partial(described, run, save, ranks.rank, directory))
+    shared = ranks.exchange(
+        directory, lambda: made.result().index.parts(), lambda parts: made.result().index.share(parts)
+    )
+    found = made.result()
+    files = CapturedFiles()
+    on_device = any(entry.tensor.device.type != "cpu" for entry in found.entries)
+    memory = kept.host_memory("", on_device=on_device)
+    mine = _written(found.entries, shared, ranks.rank)
+    contents = dict(ready.own_files)
+    if ranks.rank == 0:
+        contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size)
+    try:
+        if memory is not None:
+            memory.begin()
+        storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}
+        payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
+        archives = [
+            ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[str(n)]})
+            for n in mine
+            for entry in [found.entries[n]]
+        ]
+        objects = {} if ranks.rank else dict(_objects(run))
+        archives += [ArchiveFile("archive", one.structure, one.storages) for one in map(describe, objects.values())]
+        file = Archives(_file_name(ranks.rank), archives)
+        files.files += [file] if archives else []
+        found.index.note(mine, [*objects], file, found.state.aliases)
+        for name, content in contents.items():
+            _add(files, name, content, memory)
+        if memory is not None:
+            memory.settle()
+        held = {found.entries[n].piece: payloads[str(n)] for n in mine}
+        digests = _Digests(found.state, held, in_background=kept.in_background)
+    except Exception as error:  # not raised here: the other ranks would wait for this one
+        LOG.exception("the state of this rank could not be captured")
+        problem = f"could not be captured: {type(error).__name__}: {error}"
+        files.failed = PlanError(directory, problem, "see the log of that rank")
+        return Captured(files, {"": None}, found.index)
+    return Captured(files, {"": digests}, found.index)
+
+
+def _bytes_of(tensor: Any) -> StorageBytes:
+    """Return the bytes of a tensor; of one whose elements are not in C order, of a copy."""
+    own = tensor.detach().contiguous()
+    start = own.storage_offset() * own.element_size()
+    return StorageBytes(own.untyped_storage(), start, start + own.numel() * own.element_size())
+
+
+@cache
+def _structure(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of an archive of one tensor."""
+    return pickle(view(storage_ref("0", dtype, math.prod(shape)), dtype, 0, shape), path="archive")
+
+
+def _add(files: CapturedFiles, name: str, content: Any, memory: HostMemory | None) -> None:
+    """Add a file of ``torch.save`` to the files of this rank, or note why it cannot be pickled."""
+    try:
+        pickled = describe(content)
+    except Exception as error:  # not raised here: the other ranks would wait for this one
+        problem = f"cannot be pickled: {type(error).__name__}: {error}"
+        files.failed = PlanError(name, problem, hint_of(name, unpicklable(content)))
+        return
+    payloads = pickled.storages if memory is None else memory.hold(pickled.storages)
+    files.files.append(ArchiveFile(name, pickled.structure, payloads))
+
+
+def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int) -> dict[str, Any]:
+    """Return the state beside the tensors: client state, scheduler, and the names of buffers and frozen parameters."""
+    return {
+        "version": VERSION,
+        "client_state": dict(save.client_state),
+        "lr_scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+        "global_steps": step,
+        "world_size": size,
+        "buffers": [piece.name for piece in state.pieces if piece.is_buffer],
+        "frozen": list(state.frozen),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- entries
+
+
+def _tensors(state: LiveState) -> Iterator[Entry]:
+    """Yield the weights, the buffers, and the states of the optimizer."""
+    for number, piece in enumerate(state.pieces):
+        path: Path = (*NAMES.model, piece.name)
+        if piece.key != WEIGHTS:
+            path = (*NAMES.optimizer, "state", piece.name, piece.key)
+        starts = piece.starts if isinstance(piece.starts, tuple) else (0,) * len(piece.shape)
+        yield Entry(path, piece.dtype, piece.shape, piece.tensor, starts, number, piece.is_buffer)
+
+
+def _numbers(run: LiveRun) -> Iterator[Entry]:
+    """Yield the numbers that are tensors: of parameters, such as a step, and options of groups."""
+    for name, owner, parameter in _parameters(run):
+        for key, value in owner.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and number_of(key, value, parameter) is not None:
+                yield _number((*NAMES.optimizer, "state", name, key), value)
+    for number, (_, group) in enumerate(run.groups):
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor):
+                yield _number((*NAMES.optimizer, "param_groups", number, key), value)
+
+
+def _number(path: Path, value: Any) -> Entry:
+    whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
+    shape = tuple(map(int, whole.shape))
+    return Entry(path, type_name(whole.dtype), shape, whole, (0,) * len(shape), None, one_writer=True)
+
+
+def _parameters(run: LiveRun) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the parameters of the optimizers: name, optimizer, and the parameter."""
+    names = run.named.names
+    for owner, group in run.groups:
+        for parameter in group["params"]:
+            if id(parameter) in names:
+                yield names[id(parameter)], owner, parameter
+
+
+def _objects(run: LiveRun) -> Iterator[tuple[Path, Any]]:
+    """Yield the entries that are objects: options and names of the groups, and numbers of Python."""
+    for name, owner, parameter in _parameters(run):
+        for key, value in owner.state.get(parameter, {}).items():
+            if isinstance(value, bool | int | float):
+                yield (*NAMES.optimizer, "state", name, key), value
+    names = run.named.names
+    for number, (_, group) in enumerate(run.groups):
+        listed = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        options = {**group, "params": listed, **({"param_names": listed} if "param_names" in group else {})}
+        for key, value in options.items():
+            if not isinstance(value, torch.Tensor):
+                yield (*NAMES.optimizer, "param_groups", number, key), copy.deepcopy(value)
+
+
+# ---------------------------------------------------------------------------------------------------------- shares
+
+
+def _written(entries: Sequence[Entry], shared: Mapping[str, Any], rank: int) -> list[int]:
+    """Return the indexes of the entries whose part this rank writes.
+
+    Ranks with the same parts divide them, the largest first, each to the rank that has the fewest bytes so far.
+
+    Args:
+        entries: The entries.
+        shared: The decision of ``DcpIndex.share``.
+        rank: This rank.
+    """
+    loads: dict[tuple[int, ...], dict[int, int]] = {}
+    found = []
+    for n in sorted(range(len(entries)), key=lambda n: (-entries[n].nbytes, n)):
+        kinds = shared["kinds"][shared["of"][n]]
+        if kinds[rank] < 0:
+            continue
+        members = tuple(other for other, kind in enumerate(kinds) if kind == kinds[rank])
+        writer = members[0]
+        if not entries[n].one_writer:
+            own = loads.setdefault(members, dict.fromkeys(members, 0))
+            writer = min(members, key=lambda member: (own[member], member))
+            own[writer] += entries[n].nbytes
+        if writer == rank:
+            found.append(n)
+    return sorted(found)
+
+
+class DcpIndex:
+    """The metadata of the checkpoint, which rank 0 writes after all ranks have written their files.
+
+    Args:
+        entries: The tensors, in the same order on all ranks.
+        rank: This rank.
+        directory: Directory of the checkpoint, for errors.
+    """
+
+    def __init__(self, entries: Sequence[Entry], rank: int, directory: str) -> None:
+        self._entries = entries
+        self._rank = rank
+        self._directory = directory
+        self._columns = [*accumulate((2 * len(entry.shape) for entry in entries), initial=0)]
+        self._boxes: NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self._objects: Sequence[StoredEntry] = ()
+        self._aliases: Mapping[str, str] = {}
+        self._metadata = b""
+        self.own = ""
+        """Which entries this rank writes, and where in its file."""
+
+    def parts(self) -> dict[str, str]:
+        """Return the parts that this rank has; the names are the same text on all ranks."""
+        names = [[list(entry.path), entry.dtype, list(entry.shape)] for entry in self._entries]
+        boxes = [value for entry in self._entries for value in (*entry.starts, *entry.tensor.shape)]
+        return {"names": _packed(json.dumps(names).encode()), "boxes": _packed(np.array(boxes, np.int64).tobytes())}
+
+    def share(self, parts: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Check on rank 0 that the parts of all ranks fill each tensor; return which ranks have the same parts.
+
+        Returns:
+            ``kinds``: lists with a number for each rank, equal for ranks with the same part, -1 for one without
+            elements; ``of``: the index of the list of each entry.
+
+        Raises:
+            RankError: The ranks have other tensors, or the parts do not fill one exactly once.
+        """
+        for rank, own in enumerate(parts):
+            if own["names"] != parts[0]["names"]:
+                raise self._other_tensors(rank, own["names"], parts[0]["names"])
+        self._boxes = np.stack([np.frombuffer(_unpacked(own["boxes"]), np.int64) for own in parts])
+        known: dict[tuple[int, bytes], tuple[list[int], int]] = {}
+        kinds: dict[tuple[int, ...], int] = {}
+        of = []
+        for n, entry in enumerate(self._entries):
+            boxes = np.ascontiguousarray(self._boxes[:, self._columns[n] : self._columns[n + 1]])
+            key = len(entry.shape), boxes.tobytes()
+            if key not in known:
+                known[key] = _kinds(boxes, len(entry.shape))
+            own_kinds, numel = known[key]
+            if numel != math.prod(entry.shape):
+                problem = f"has {numel:,} of the {math.prod(entry.shape):,} elements of {entry.path[-1]} on all ranks"
+                raise RankError(self._directory, f"would not be whole: the run {problem}", "pass the whole model")
+            of.append(kinds.setdefault(tuple(own_kinds), len(kinds)))
+        return {"kinds": [list(one) for one in kinds], "of": of}
+
+    def note(self, mine: Sequence[int], objects: Sequence[Path], file: Archives, aliases: Mapping[str, str]) -> None:
+        """Note where this rank writes.
+
+        Args:
+            mine: Indexes of its entries, in the order of the file.
+            objects: Paths of the objects after them.
+            file: The file.
+            aliases: Further names of tied weights.
+        """
+        where = [(start, archive.nbytes) for start, archive in zip(file.starts, file.archives, strict=True)]
+        rows = [(n, *place) for n, place in zip(mine, where, strict=False)]
+        self.own = _packed(np.array(rows, np.int64).tobytes())
+        self._objects = [
+            StoredEntry(path, None, (), [StoredChunk((), (), file.name, *place)])
+            for path, place in zip(objects, where[len(mine) :], strict=True)
+        ]
+        self._aliases = aliases
+
+    def check(self, own: Sequence[Any]) -> None:
+        """Make the metadata on rank 0.
+
+        Raises:
+            RankError: Two entries have one name, or a part has no writer.
+        """
+        chunks: list[list[StoredChunk]] = [[] for _ in self._entries]
+        for rank, text in enumerate(own):
+            for n, start, nbytes in np.frombuffer(_unpacked(text), np.int64).reshape(-1, 3).tolist():
+                box = self._boxes[rank, self._columns[n] : self._columns[n + 1]].tolist()
+                offsets, sizes = box[: len(box) // 2], box[len(box) // 2 :]
+                chunks[n].append(StoredChunk(tuple(offsets), tuple(sizes), _file_name(rank), start, nbytes))
+        stored: dict[str, StoredEntry] = {}
+        for entry, found in zip(self._entries, chunks, strict=True):
+            one = StoredEntry(entry.path, entry.dtype, entry.shape, sorted(found))
+            if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(entry.shape) or one.fqn in stored:
+                problem = f"would not have one entry of {one.fqn}"
+                raise RankError(self._directory, problem, "rename a parameter: two names differ in their dots alone")
+            stored[one.fqn] = one
+        for alias, name in self._aliases.items():
+            first = stored.get(".".join((*NAMES.model, name)))
+            if first is not None:
+                tied = first._replace(path=(*NAMES.model, alias))
+                stored.setdefault(tied.fqn, tied)
+        self._metadata = metadata([*stored.values(), *self._objects])
+
+    def files(self) -> Sequence[OutgoingFile]:
+        """Return the file with the metadata."""
+        return [PlainFile(METADATA, HostPayload(self._metadata))]
+
+    def _other_tensors(self, rank: int, names: str, first: str) -> RankError:
+        own, others = ({_fqn(row): row for row in json.loads(_unpacked(text))} for text in (names, first))
+        name = next((n for n in {**own, **others} if own.get(n) != others.get(n)), "the order of its tensors")
+        problem = f"rank {rank} has another {name} than rank 0, or only one of them has it"
+        return RankError(self._directory, problem, "build the same model and optimizer on all ranks")
+
+
+def _kinds(boxes: NDArray[np.int64], dimensions: int) -> tuple[list[int], int]:
+    """Return a number for each rank, equal for ranks with equal boxes; and the elements of the different boxes."""
+    if not dimensions:
+        return [0] * len(boxes), 1
+    found, kinds = np.unique(boxes, axis=0, return_inverse=True)
+    elements = np.prod(found[:, dimensions:], axis=1)
+    total = int(elements.sum())
+    kinds = kinds.reshape(-1)
+    return np.where((elements[kinds] > 0) | (total == 0), kinds, -1).tolist(), total
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _fqn(row: Sequence[Any]) -> str:
+    return ".".join(map(str, row[0]))
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 1)).decode()
+
+
+def _unpacked(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text))
+
+
+# --------------------------------------------------------------------------------------------------------- digests
+
+
+class _Digests:
+    """The digests of the parts of this rank.
+
+    Args:
+        state: Its live state.
+        held: By index of a part that it writes: the bytes to write.
+        in_background: Whether the run continues: parts that other ranks write are digested at once.
+    """
+
+    def __init__(self, state: LiveState, held: Mapping[int | None, Payload], *, in_background: bool) -> None:
+        self._digests = [partial(piece.digest) for piece in state.pieces]
+        self._state = state
+        for n, piece in enumerate(state.pieces) if in_background else ():
+            own = _copied(piece, held[n]) if n in held else None
+            self._digests[n] = partial(own.digest) if own is not None else partial(int, piece.digest())
+
+    def compute(self) -> RankDigest:
+        """Return the digests of this rank."""
+        return self._state.digest([digest() for digest in self._digests])
+
+
+def _copied(piece: Piece, payload: Payload) -> Piece:
+    """Return a part whose elements are a copy in host memory."""
+    if not payload.nbytes:
+        return piece
+    tensor = torch.frombuffer(payload.read(0, payload.nbytes), dtype=piece.tensor.dtype)
+    return replace(piece, tensor=tensor.reshape(piece.tensor.shape))
