@@ -14,7 +14,7 @@ from ckpttool.integrations.live.rank_states import rank_state_file
 from ckpttool.integrations.live.request import checked_client_state, checked_metrics, checked_tag
 from ckpttool.integrations.live.run import Captured, Ready
 from ckpttool.integrations.torch.chunks import capture_chunks, check_saved
-from ckpttool.integrations.torch.live import has_gradients
+from ckpttool.integrations.torch.live import has_gradients, unwrapped
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.integrations.torch.load import load_run
 from ckpttool.model import Topology
@@ -48,7 +48,7 @@ class TorchRun:
     without_thinning = "is not possible for a checkpoint of a torch run"
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None) -> None:
-        self.objects: Mapping[str, Any] = {"": model}
+        self.objects: Mapping[str, Any] = {"": unwrapped(model)}
         self.kind: dict[str, Any] = {
             "run": "a torch model",
             "optimizer": _classes_of(optimizer),

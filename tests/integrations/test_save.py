@@ -1,0 +1,334 @@
+"""A live torch run of any kind is saved by a manager: torch reads it, and a run on any other mesh goes on with it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from tests import sampling
+from tests.forked import each_on_ranks
+from tests.integrations.test_load import MESHES, _held, _wrapped
+from tests.wording import refused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+RUNS: list[dict[str, Any]] = [
+    {"id": f"{mesh}-{ranks}", "mesh": mesh, "world_size": ranks, "save": True} for mesh, ranks in (*MESHES, ("ddp", 3))
+]
+RESUMED: list[dict[str, Any]] = sampling.some(
+    [
+        {"id": f"{one['id']}-on-{mesh}-{ranks}", "saved": one["id"], "mesh": mesh, "world_size": ranks, "save": False}
+        for one in RUNS
+        for mesh, ranks in MESHES
+        if (one["mesh"], one["world_size"]) != (mesh, ranks)
+    ],
+    8,
+)
+
+
+def _built(job: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
+    """Return a new run: the model as it is called, the model inside, its optimizer and its scheduler."""
+    from recipes import plain
+
+    torch.manual_seed(seed)
+    model, inner = _wrapped(plain.build_model(), job["mesh"])
+    optimizer = torch.optim.AdamW(plain.param_groups(inner), lr=torch.tensor(0.01) if job["mesh"] == "plain" else 0.01)
+    return model, inner, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def _train(run: tuple[Any, Any, Any, Any], steps: range) -> list[float]:
+    """Train on the same tokens on all ranks, so that no parameter needs a reduction."""
+    model, _, optimizer, scheduler = run
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 61, (2, 6), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {key: float(group[key]) for key in ("lr", "weight_decay", "initial_lr")} for group in optimizer.param_groups
+    ]
+
+
+def _of_torch(job: dict[str, Any], path: str) -> dict[str, Any]:
+    """Load a save with torch's own functions into a new run on the same mesh; return its state and its next losses."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    run = _built(job, 8)
+    _, inner, optimizer, scheduler = run
+    state = {"model": get_model_state_dict(inner), "optim": get_optimizer_state_dict(inner, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(inner, state["model"])
+    set_optimizer_state_dict(inner, optimizer, state["optim"])
+    scheduler.last_epoch = 3
+    return {"held": _held(inner, optimizer), "losses": _train(run, range(3, 6))}
+
+
+def _saves(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Save a run twice, the second time in the background while it trains; load the first with torch."""
+    import torch.distributed as dist
+
+    root = str(directory / job["id"])
+    run = _built(job, 1)
+    model, inner, optimizer, scheduler = run
+    _train(run, range(3))
+    own = {"optimizer": optimizer, "scheduler": scheduler}
+    manager = ckpttool.CheckpointManager(root)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    state = {"epoch": 3, "seen": torch.arange(4)}
+    report = manager.save(model, step=3, client_state=state, rank_state={"rank": rank}, metrics={"loss": 0.5}, **own)
+    told = {"held": _held(inner, optimizer), "options": _options(optimizer), "scheduler": scheduler.state_dict()}
+    told |= {"nbytes": report.nbytes, "losses": _train(run, range(3, 6)), "tag": report.tag}
+    later = ckpttool.CheckpointManager(root, async_save=True)
+    before = _held(inner, optimizer)
+    later.save(model, step=6, save_latest=False, **own)
+    _train(run, range(6, 8))
+    later.wait()
+    return {**told, "later": before, "by torch": _of_torch(job, f"{root}/step-3")}
+
+
+def _resumes(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Restore a save into a run on another mesh, which has trained on its own."""
+    run = _built(job, 5)
+    model, inner, optimizer, scheduler = run
+    _train(run, range(20, 21))
+    manager = ckpttool.CheckpointManager(str(directory / job["saved"]))
+    state = manager.restore(model, optimizer=optimizer, scheduler=scheduler, prove=True)
+    told = {"held": _held(inner, optimizer), "options": _options(optimizer), "scheduler": scheduler.state_dict()}
+    found = manager.restored
+    told |= {"state": state, "proof": str(found.proof), "ranks": [one["rank"] for one in found.rank_states]}
+    return {**told, "losses": _train(run, range(3, 6))}
+
+
+def _check_same(held: dict[str, Any], truth: dict[str, Any], what: object) -> None:
+    assert held.keys() == truth.keys(), what
+    for key, value in truth.items():
+        assert torch.equal(torch.as_tensor(held[key]), torch.as_tensor(value)), (what, key)
+
+
+def _do(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    return _saves(job, directory) if job["save"] else _resumes(job, directory)
+
+
+def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path) -> None:
+    imports = ["torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    saved = each_on_ranks(_do, RUNS, tmp_path, imports=imports)
+    for job in RUNS:
+        for told in saved[job["id"]]:
+            _check_same(told["by torch"]["held"], told["held"], (job["id"], "by torch"))
+            assert told["by torch"]["losses"] == told["losses"], job["id"]
+            assert told["tag"] == "step-3"
+        root = tmp_path / job["id"]
+        for tag in ("step-3", "step-6"):
+            report = ckpttool.verify(root / tag, deep=True)
+            assert report.sound, (job["id"], tag, str(report))
+        recorded = ckpttool.inspect(root / "step-6").digests["tensors"]["weights"]
+        assert {name: str(one) for name, one in ckpttool.digest(root / "step-6").tensors["weights"].items()} == recorded
+        if job["mesh"] == "ddp":
+            sizes = [told["nbytes"] for told in saved[job["id"]]]
+            assert max(sizes) < 0.8 * sum(sizes), (job["id"], sizes)
+        checkpoint = ckpttool.inspect(root)
+        assert (checkpoint.step, checkpoint.client_state["epoch"], checkpoint.metrics) == (3, 3, {"loss": 0.5})
+        assert {one.name for one in checkpoint.buffers} == {"positions", "seen", "mask"}
+        assert {one.name for one in checkpoint.parameters if one.frozen} == {"frozen_proj.weight", "frozen_proj.bias"}
+        weights = ckpttool.load_state_dict(root / "step-6")
+        for key, value in saved[job["id"]][0]["later"].items():
+            if key.startswith("fp32/") and key != "fp32/scratch":
+                assert torch.equal(torch.as_tensor(weights[key[5:]]), value), (job["id"], key)
+    found = each_on_ranks(_do, RESUMED, tmp_path, imports=imports)
+    for job in RESUMED:
+        truth = saved[job["saved"]]
+        for told in found[job["id"]]:
+            _check_same(told["held"], truth[0]["held"], job["id"])
+            assert told["options"] == truth[0]["options"]
+            for key in ("last_epoch", "_step_count", "base_lrs"):
+                assert (
+                    [*map(float, told["scheduler"][key])] == [*map(float, truth[0]["scheduler"][key])]
+                    if (key == "base_lrs")
+                    else told["scheduler"][key] == truth[0]["scheduler"][key]
+                )
+            assert told["state"]["epoch"] == 3
+            assert torch.equal(told["state"]["seen"], torch.arange(4))
+            assert told["ranks"] == [*range(len(truth))]
+            assert told["proof"].startswith("proven: "), told["proof"]
+            assert told["losses"] == pytest.approx(truth[0]["losses"], rel=1e-5)
+
+
+def test_an_engine_goes_on_with_a_save_of_torch(tmp_path: Path) -> None:
+    (saved,) = each_on_ranks(_do, [RUNS[2]], tmp_path, imports=["torch.distributed.fsdp"]).values()
+    job = {"id": "engine", "world_size": 2, "saved": RUNS[2]["id"]}
+    for told in each_on_ranks(_into_engine, [job], tmp_path)["engine"]:
+        for key, value in saved[0]["held"].items():
+            if key.startswith(("fp32/", "exp_avg/")) and key in told["held"]:
+                assert torch.equal(told["held"][key], torch.as_tensor(value)), key
+        assert told["proof"].startswith("proven: ")
+
+
+def _into_engine(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    from deepspeed import initialize
+    from recipes import plain
+
+    from tests.deepspeed.engines import held
+
+    torch.manual_seed(4)
+    model = plain.build_model()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine = initialize(model=model, optimizer=torch.optim.AdamW(plain.param_groups(model)), config=config)[0]
+    report = ckpttool.load(engine, directory / job["saved"], prove=True)
+    return {"held": held(engine), "proof": str(report.proof)}
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refusals(job: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Save a sharded run that another rank has in another form, or whose state would be lost."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    def told(model: Any, optimizer: Any, **more: Any) -> str:
+        manager = ckpttool.CheckpointManager(directory / job["id"], timeout=20)
+        try:
+            manager.save(model, optimizer=optimizer, **{"step": 1, **more})
+        except ckpttool.CkptError as error:
+            return str(error)
+        return "saved"
+
+    def trained(model: Any, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+        optimizer = kind(model.parameters(), **options)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    second = dist.get_rank() == 1
+    sharded = nn.Linear(4, 6)
+    fully_shard(sharded)
+    plain = nn.Linear(4, 6)
+    found = {"other step": told(plain, trained(plain), step=2 if second else 1)}
+    found["other optimizer"] = told(plain, trained(plain, torch.optim.SGD if second else torch.optim.AdamW))
+    optimizer = trained(plain)
+    if second:
+        optimizer.state.pop(plain.bias)
+    found["no state on one rank"] = told(plain, optimizer)
+    optimizer = trained(sharded)
+    optimizer.state[sharded.weight]["scale"] = torch.ones(3)
+    found["state of one rank alone"] = told(sharded, optimizer)
+    found["stranger"] = told(sharded, torch.optim.SGD(nn.Linear(4, 6).parameters()))
+    found["lists"] = told(plain, torch.optim.LBFGS(plain.parameters()))
+    found["not text"] = told(plain, False, client_state={1: 2} if second else {})
+    found["unpicklable"] = told(plain, False, client_state={"f": (x for x in ())} if not second else {"f": 1})
+    found["weights alone"] = told(plain, False)
+    found["again"] = told(plain, False)
+    return found
+
+
+def test_a_save_that_would_lose_state_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    (told,) = each_on_ranks(_refusals, [{"id": "refused", "world_size": 2}], tmp_path).values()
+    assert told[0] == told[1]
+    found = told[0]
+    assert "rank 0 has step 1, rank 1 has 2" in found["other step"]
+    assert "rank 0 has optimizer ['AdamW'], rank 1 has ['SGD']" in found["other optimizer"]
+    assert (
+        "rank 1 has another optim.state.bias.exp_avg than rank 0, or only one of them" in found["no state on one rank"]
+    )
+    assert "has scale of 'weight' as a tensor of this rank alone" in found["state of one rank alone"]
+    assert "has 2 parameters that the model lacks" in found["stranger"]
+    assert found["lists"].startswith("optimizer: "), found["lists"]
+    assert "rank 1: has the name 1, which is not text" in found["not text"]
+    assert "rank 0: ckpttool_run_state.pt: cannot be pickled" in found["unpicklable"], found["unpicklable"]
+    assert found["weights alone"] == "saved"
+    assert "is saved already" in found["again"]
+    assert [path.name for path in (tmp_path / "refused").iterdir() if path.is_dir()] == ["step-1"]
+
+
+class Noted(nn.Linear):  # type: ignore[misc]  # torch is not followed
+    """A module with extra state."""
+
+    def get_extra_state(self) -> Any:
+        """Return a state that is not a tensor."""
+        return {"amax": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Do nothing."""
+
+
+def test_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
+    net, manager = nn.Linear(2, 2), ckpttool.CheckpointManager(tmp_path)
+    optimizer = torch.optim.SGD(net.parameters())
+    for arguments in (
+        {},
+        {"step": "5"},
+        {"step": True},
+        {"step": 5},
+        {"step": 5, "optimizer": optimizer, "scheduler": "cosine"},
+        {"step": 5, "optimizer": optimizer, "metrics": {"loss": "low"}},
+        {"step": 5, "optimizer": optimizer, "tag": ".x"},
+    ):
+        with refused(ckpttool.ArgumentError):
+            manager.save(net, **arguments)
+    with refused(ckpttool.ArgumentError):
+        manager.save(Noted(2, 2), optimizer=False, step=1)
+    thins = ckpttool.CheckpointManager(tmp_path, keep_last=1, thin="bf16")
+    with refused(ckpttool.ArgumentError):
+        thins.save(net, optimizer=optimizer, step=5)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_gradients_of_a_run_are_not_saved_and_the_user_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Linear(2, 2)
+    net(torch.ones(1, 2)).sum().backward()
+    manager = ckpttool.CheckpointManager(tmp_path, keep_last=1)
+    with caplog.at_level(logging.WARNING, "ckpttool"):
+        for step in (1, 2):
+            manager.save(net, optimizer=torch.optim.SGD(net.parameters()), step=step)
+    assert [one.getMessage()[:39] for one in caplog.records] == ["the gradients that the run has are not "]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-2"]
+    assert not ckpttool.prune(tmp_path, keep_last=1)[0].freed
+
+
+def test_a_restore_takes_the_newest_whole_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    manager = ckpttool.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        nn.init.constant_(net.weight, float(step))
+        manager.save(net, optimizer=optimizer, step=step)
+    (tmp_path / "step-2" / ".metadata").unlink()
+    assert {one.name: one.condition for one in ckpttool.ls(tmp_path).entries} == {"step-1": "whole", "step-2": "torn"}
+    with caplog.at_level(logging.WARNING, "ckpttool"):
+        assert manager.restore(net, optimizer=optimizer) == {}
+    assert "step-2 cannot be restored" in caplog.text
+    assert float(net.weight.detach()[0, 0]) == 1.0
+    manager.save(net, optimizer=optimizer, step=2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-1", "step-2", "step-2.damaged"]
+    with refused(ckpttool.ArgumentError):
+        manager.save(nn.Linear(2, 2), optimizer=False, step=3)
