@@ -323,7 +323,7 @@ def metadata(entries: Iterable[StoredEntry]) -> bytes:
     for entry in entries:
         fqn = entry.fqn
         paths[fqn] = entry.path
-        chunks = []
+        size, chunks = Size(entry.shape), []
         for number, chunk in enumerate(entry.chunks):
             info = _made(
                 "torch.distributed.checkpoint.filesystem",
@@ -336,7 +336,14 @@ def metadata(entries: Iterable[StoredEntry]) -> bytes:
             index = None if entry.dtype is None else number
             stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=where, index=index)] = info
             if where is not None:
-                chunks.append(_made(_METADATA, "ChunkStorageMetadata", offsets=where, sizes=Size(chunk.sizes)))
+                chunks.append(
+                    _made(
+                        _METADATA,
+                        "ChunkStorageMetadata",
+                        offsets=where,
+                        sizes=size if chunk.sizes == entry.shape else Size(chunk.sizes),
+                    )
+                )
         if entry.dtype is None:
             described[fqn] = _made(_METADATA, "BytesStorageMetadata")
             continue
@@ -346,7 +353,7 @@ def metadata(entries: Iterable[StoredEntry]) -> bytes:
             _METADATA,
             "TensorStorageMetadata",
             properties=properties[entry.dtype],
-            size=Size(entry.shape),
+            size=size,
             chunks=chunks,
         )
     root = _made(

@@ -517,7 +517,9 @@ def _callables() -> list[tuple[str, Callable[..., Any]]]:
         found += [(f"{name}.{key}", member) for key, member in members.items() if python_inspect.isfunction(member)]
         found += [(name, value)] if python_inspect.isfunction(value) else []
     of_integrations = {f"CheckpointManager.{name}" for name in ("save_into", "begin_restore", "restore_first")}
-    return [(n, value) for n, value in found if n not in of_integrations and not re.search(r"\._(?!_init__)", n)]
+    return [
+        (n, value) for n, value in found if n not in of_integrations and not re.search(r"\._(?!_init__)|\.blocks$", n)
+    ]
 
 
 def test_names_in_signatures_and_raises_can_be_imported() -> None:

@@ -32,6 +32,8 @@ SHARED = {
 """Arguments that several functions have, and the function whose text is that of all."""
 OTHER_MEANING = {
     ("load", "memory"), ("load", "allow"), ("load", "optimizer"), ("load", "scheduler"),
+    ("CheckpointManager.save", "optimizer"), ("CheckpointManager.save", "scheduler"),
+    ("RayTrainCheckpoints.report", "optimizer"), ("RayTrainCheckpoints.report", "scheduler"),
     ("live_digest", "optimizer"), ("live_digest", "scheduler"),
     ("prove", "optimizer"), ("prove", "scheduler"), ("prove", "weights_only"), ("consolidate", "optimizer"),
     ("stats", "optimizer"), ("LazyStateDict.load_into", "strict"), ("verify", "jobs"), ("digest", "jobs"),

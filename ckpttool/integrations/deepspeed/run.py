@@ -51,7 +51,7 @@ class EngineRun:
     def __init__(self, engine: Any, **given: Any) -> None:
         self._several = isinstance(engine, Mapping)
         self.objects: Mapping[str, Any] = engine if self._several else {"": engine}
-        self.without_thinning = "is not possible for a checkpoint of several engines" if self._several else ""
+        self.without_thinning = "several engines" if self._several else ""
         self.kind: dict[str, Any] = {"run": "an engine of DeepSpeed"}
         self._given = given
 

@@ -272,7 +272,8 @@ class CheckpointManager:
     def _ready(self, run: Run, save: Save, known: KnownEngines | None) -> Ready:
         """Check that this rank can begin a save, and describe its run."""
         if run.without_thinning and self._rules is not None and (self._rules.thin or self._rules.thin_every):
-            raise ArgumentError("thin", run.without_thinning, "leave out thin and thin_every")
+            problem = f"is not possible for a checkpoint of {run.without_thinning}"
+            raise ArgumentError("thin", problem, "leave out thin and thin_every")
         ready = run.ready(save, self._ranks, provenance=self._provenance)
         check_known(run.objects, known)
         return ready

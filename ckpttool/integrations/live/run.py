@@ -87,7 +87,7 @@ class Run(Protocol):
     kind: dict[str, Any]
     """What must be the same on all ranks in every call: JSON data."""
     without_thinning: str
-    """Why the rules of a manager cannot thin its checkpoints; "" if they can."""
+    """"several engines" or "a torch run", whose checkpoints the rules of a manager cannot thin; "" if they can."""
 
     def asked(self, save: Save) -> dict[str, Any]:
         """Return the arguments of a save that must be the same on all ranks."""

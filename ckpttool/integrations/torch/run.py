@@ -45,7 +45,7 @@ class TorchRun:
         step: The steps of the run, for a save.
     """
 
-    without_thinning = "is not possible for a checkpoint of a torch run"
+    without_thinning = "a torch run"
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None) -> None:
         self.objects: Mapping[str, Any] = {"": unwrapped(model)}
