@@ -90,7 +90,7 @@ def _summary(c: Checkpoint) -> Iterator[Block]:
     yield Facts(
         [
             ("location", c.location),
-            ("DeepSpeed", version if c.latest is not None else ""),
+            ("DeepSpeed", version if c.latest is not None and c.format != "dcp" else ""),
             ("mesh", "" if c.mesh is None else f"{c.mesh}, on {c.mesh.device}"),
             ("parameters", ", ".join(_counts(c))),
             ("tied", _first([f"{a} = {n}" for a, n in c.aliases.items()])),

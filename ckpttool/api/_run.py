@@ -91,7 +91,7 @@ class Written:
         if self.checks is not None:
             yield from self.checks.blocks()
         if (needs := self.needs) is not None:
-            free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free there"
+            free = "" if needs.free_bytes is None else f"; {format_size(needs.free_bytes)} are free where OUT is"
             yield Line(f"needs: about {format_size(needs.memory_bytes)} of memory{free}")
 
     def weights(self, tied: Mapping[str, str], notes: Sequence[str], dtype: str | None) -> Iterator[Block]:

@@ -284,7 +284,8 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
         return [replace(d, keep=True, freed=0, reason=NAMED) if d is named else d for d in decisions]
     if not dry_run:
         storage.put(posixpath.join(root, LATEST), newest.name.encode())
-    return [replace(d, reason=f"{d.reason}; latest names {newest.name} now") if d is named else d for d in decisions]
+    told = f"latest {'would name' if dry_run else 'names'} {newest.name}{'' if dry_run else ' now'}"
+    return [replace(d, reason=f"{d.reason}; {told}") if d is named else d for d in decisions]
 
 
 def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:

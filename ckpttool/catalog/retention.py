@@ -241,7 +241,11 @@ def _of_torn(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], n
     if entry.torn is None:
         return Decision(entry, keep=True, reason=f"cannot be opened, which does not prove it torn: {entry.problem}")
     if entry.torn == BESIDE_WEIGHTS:
-        return Decision(entry, keep=True, reason=f"torn, but weight files beside it may be whole: {entry.problem}")
+        return Decision(
+            entry,
+            keep=True,
+            reason=f"torn, but its weight files may be whole: remove it by hand; {entry.problem}",
+        )
     if entry.being_saved:
         return Decision(entry, keep=True, reason=kept)
     if quiet < rules.grace_seconds:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ckpttool.cli import _options as options
-
-if TYPE_CHECKING:
-    from ckpttool.commit.marks import Pin
 
 
 @click.command(cls=options.Command, short_help="List the checkpoints under a root.")
@@ -119,7 +116,7 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(made)
     else:
-        print_line(f"{made.path}: {_pinned(made)}")
+        print_line(str(made))
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
@@ -136,9 +133,4 @@ def unpin(src: Any, as_json: bool, **given: Any) -> None:
     if as_json:
         print_json(removed)
     else:
-        print_line(f"{removed.path}: unpinned; it was {_pinned(removed)}")
-
-
-def _pinned(pin: Pin) -> str:
-    """Return who pinned a checkpoint, and why."""
-    return f"pinned by {pin.who or '?'}: {pin.why}"
+        print_line(f"{removed.path}: unpinned; it was pinned by {removed.who or '?'}: {removed.why}")

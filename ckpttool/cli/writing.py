@@ -178,7 +178,7 @@ def _check_convert(given: dict[str, Any]) -> None:
         click.UsageError: Two options exclude each other.
     """
     if given["to"] == "zero" and given["world_size"] is None:
-        raise click.UsageError("--to zero needs --world-size")
+        raise click.UsageError("--to zero needs --world-size, and --stage and --dtype unless SRC is of DeepSpeed")
     if given["prove"] and given["dry_run"]:
         raise click.UsageError("--prove needs the output that --dry-run does not write")
 

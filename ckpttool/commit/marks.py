@@ -203,6 +203,9 @@ class Pin:
     path: str = ""
     """Path or URL of the directory that it keeps."""
 
+    def __str__(self) -> str:
+        return f"{self.path}: pinned by {self.who or '?'}: {self.why}"
+
 
 def find_pin(storage: Storage, path: str) -> Pin | None:
     """Return the pin of a checkpoint, in its directory or at any depth below it; None without one.

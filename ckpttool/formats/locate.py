@@ -61,6 +61,11 @@ FOREIGN = (
         hint="restore it with orbax-checkpoint, and save the weights as safetensors",
     ),
     Foreign("files of torch_checkpointing without DTensors", r"(model|optimizer|train)_\d+\.pt"),
+    Foreign(
+        "shards of a distributed checkpoint without .metadata",
+        r"__\d+_\d+\.distcp",
+        hint="torch writes that file last: the save was interrupted; use another checkpoint",
+    ),
 )
 """Layouts of other frameworks, by names that only they use.
 
@@ -312,5 +317,5 @@ def _similar_path(missing: Place) -> str:
 
 def _choose(tags: list[str], meant: str = "") -> tuple[str, tuple[str, ...]]:
     if not tags:
-        return "the root contains no other checkpoint: restore it from a copy", ()
+        return "the root contains no checkpoint of DeepSpeed or ckpttool", ()
     return f"{similar(meant, tags)}choose one with tag: {', '.join(tags)}", ("tag",)

@@ -11,6 +11,7 @@ from ckpttool.formats import open_every
 from ckpttool.formats.layouts import WEIGHTS, Place, is_below_step, is_part
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import printable
+from ckpttool.storage.base import DAMAGED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,4 +79,6 @@ def why_kept(storage: Storage, path: str) -> str | None:
     """
     others = others_below(storage, path)
     more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
-    return printable(f"contains checkpoints: {', '.join(others[:3])}{more}") if others else None
+    skipped = bool(others) and all(storage.exists(posixpath.join(path, other, DAMAGED)) for other in others)
+    hint = f": prune {path} --torn removes {'it' if len(others) == 1 else 'them'}" if skipped else ""
+    return printable(f"contains checkpoints: {', '.join(others[:3])}{more}{hint}") if others else None

@@ -174,7 +174,7 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
         problem = (
             f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"
         )
-        hint = "build the optimizer as at the save, or pass weights_only=True to compare the weights alone"
+        hint = "build model and optimizer as at the save, or pass weights_only=True for the weights alone"
         raise PlanError(checkpoint.location, problem, hint, ("weights_only",))
     return replace(found, remarks=(*found.remarks, LIVE_ORDER))
 
@@ -364,6 +364,8 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
     if found is None and (inner := inner_directory(here, tag)) is not None:
         opened = _open([inner], here.storage, None, report, accepted)
         return replace(opened, remarks=(*_passed(here, inner), *opened.remarks)) if tag is None else opened
+    if tag is not None and tag in here.steps:  # of a trainer, or of Ray
+        return _open([posixpath.join(here.path, tag)], here.storage, None, report, accepted)
     return found
 
 

@@ -12,6 +12,7 @@ from ckpttool.errors import PlanError
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, State
 from ckpttool.model.formulas import WeightedMean
 from ckpttool.model.places import Computed, Renumbered
+from ckpttool.model.selection import NO_SUCH_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -207,7 +208,7 @@ def _fitting(
     names = [n for n in expected if any(map(matches, called[n]))]
     if not names:
         problem = "no parameter is left to average"
-        raise PlanError(place_of(base), problem, "check include and exclude", ("include", "exclude"))
+        raise PlanError(place_of(base), problem, *NO_SUCH_NAME[1:])
     found: dict[str, list[State]] = {name: [] for name in names}
     for checkpoint in checkpoints:
         states, used = weights_of(checkpoint), set()

@@ -96,4 +96,4 @@ def fitting_numbers(whole: int, ranks: int) -> str:
     above = min((n for n in divisors if n > ranks), default=None)
     sizes = [n for n in (whole // ranks * ranks, (whole // ranks + 1) * ranks) if n]
     fitting = f"{below} ranks" if above is None else f"{below} or {above} ranks"
-    return f"{fitting}, or a global batch of {' or '.join(map(str, sizes))}"
+    return f"choose {fitting}, or a global batch near it, of {' or '.join(map(str, sizes))}"

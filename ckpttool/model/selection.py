@@ -68,7 +68,9 @@ def no_such_parameter(checkpoint: Checkpoint, name: str) -> PlanError:
     return PlanError(checkpoint.location, f"holds no parameter {name}", hint)
 
 
-NO_SUCH_NAME = ("holds no tensor of that name", "check include and exclude", ("include", "exclude"))
+GLOBS = "globs match whole names, as '*.q_proj.*' does"
+"""What a user may have missed who selects nothing."""
+NO_SUCH_NAME = ("holds no tensor of that name", f"check include and exclude: {GLOBS}", ("include", "exclude"))
 """Problem, next step and parameters where globs match no tensor."""
 
 

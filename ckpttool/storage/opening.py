@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError, StorageError
-from ckpttool.messages import without_secrets
+from ckpttool.messages import brief, without_secrets
 from ckpttool.storage.base import FOLLOW_LINKS
 from ckpttool.storage.local import LOCAL
 from ckpttool.storage.urls import is_chain, is_url, scheme_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ckpttool.storage.base import WritableStorage
     from ckpttool.storage.fsspec import RemoteStorage
 
@@ -49,6 +48,14 @@ class Opening:
     """Follow symbolic links of a local checkpoint that leave its root, to any file that the user may read."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.storage_options, Mapping | None):
+            problem = f"is {brief(self.storage_options)}, not a mapping"
+            raise ArgumentError("storage_options", problem, 'pass a dict, such as {"endpoint_url": "http://..."}')
+        given = self.storage_options or {}
+        endpoint = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
+        if isinstance(endpoint, str) and "://" not in endpoint:
+            problem = f"has the endpoint {brief(endpoint)}, without http:// or https://"
+            raise ArgumentError("storage_options", problem, "write http://HOST:PORT, or https://HOST")
         if FOLLOW_LINKS in (self.storage_options or {}):
             problem = f"contains {FOLLOW_LINKS}, which is an option of ckpttool and not of a storage"
             hint = f"pass {FOLLOW_LINKS} as a parameter of its own"

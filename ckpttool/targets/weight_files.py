@@ -384,7 +384,7 @@ def plan_weight_files(
     target = TRAINING_DTYPES[chosen.dtype]
     proofs = sample_checks(checkpoint) if chosen.weights_from == "masters" else None
     notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
-    if checkpoint.format == "dcp":
+    if checkpoint.format == "dcp" and not checkpoint.attempt:
         notes.append("its files do not identify their rank or save: two of one shape that were swapped are not noticed")
     training = any(group.hyperparameters.get("train_mode") is True for group in checkpoint.groups)
     if training and any("z" in parameter.states for parameter in checkpoint.parameters):

@@ -13,7 +13,7 @@ from ckpttool.dtypes import DTYPES, SHORT_NAMES, castable, itemsize
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
-from ckpttool.model.selection import matcher
+from ckpttool.model.selection import GLOBS, matcher
 from ckpttool.plan import COPY, TargetFile
 
 if TYPE_CHECKING:
@@ -318,7 +318,9 @@ def select_weights(
     weights += [Weight(b.name, b.state, b.state.dtype) for b in checkpoint.buffers if b.name in wanted]
     if not weights:
         globs = ("include", "exclude", "exclude_frozen")
-        raise PlanError(checkpoint.location, "no parameter is left to write", f"check {', '.join(globs)}", globs)
+        raise PlanError(
+            checkpoint.location, "no parameter is left to write", f"check {', '.join(globs)}: {GLOBS}", globs
+        )
     aliases = {a: n for a, n in checkpoint.aliases.items() if n in wanted and matches(a)}
     return WeightSelection(tuple(weights), aliases)
 

@@ -127,7 +127,7 @@ def test_nothing_changes_what_is_pinned_newest_or_named(rules: dict[str, Any]) -
         ({"torn": "incomplete", "problem": "is a root of its own, with 2 checkpoints"}, False, "is a root of its own"),
         ({"torn": "incomplete", "step": 99, "name": "step99"}, False, "torn, but no newer checkpoint is whole"),
         ({"torn": "uncommitted", "step": 99, "name": "step99"}, True, "torn: is missing"),
-        ({"torn": "incomplete, beside weights"}, False, "torn, but weight files beside it may be whole"),
+        ({"torn": "incomplete, beside weights"}, False, "torn, but its weight files may be whole"),
     ],
     ids=str,
 )

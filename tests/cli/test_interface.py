@@ -115,7 +115,7 @@ def test_failure_exits_with_3_in_one_line(tmp_path: Path) -> None:
         (
             ["consolidate", ZERO3, "out", "--to", "torch", "--include", "nothing"],
             {"error": "no parameter is left to write", "path": tag_directory("zero3-dp2-bf16"),
-             "hint": "check --include, --exclude, --exclude-frozen"},
+             "hint": "check --include, --exclude, --exclude-frozen: globs match whole names, as '*.q_proj.*' does"},
         ),
         (
             ["consolidate", ZERO3, "", "--to", "torch"],

@@ -158,7 +158,10 @@ def _load_commit(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     rng = report.rng_state()
     other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
     again = ckpttool.load(model, directory / "run", optimizer=optimizer, scheduler=other)
-    assert "the scheduler keeps its state: the checkpoint has the scheduler of another class" in again.notes
+    assert (
+        "the scheduler keeps its state, and computes the next rate from it: the checkpoint has the scheduler of another class"
+        in again.notes
+    )
     assert not again.scheduler
     assert other.last_epoch == 0
     return {
@@ -914,7 +917,10 @@ def test_a_scheduler_whose_groups_cannot_be_told_keeps_its_state(tmp_path: Path)
     merged = torch.optim.AdamW(net.parameters())
     _saved_with_two_groups(tmp_path / "merged", _by_decay)
     report = ckpttool.load(net, tmp_path / "merged", optimizer=merged, scheduler=_by_decay(merged))
-    assert "the scheduler keeps its state: its parameter groups are others than the run's" in report.notes
+    assert (
+        "the scheduler keeps its state, and computes the next rate from it: its parameter groups are others than the run's"
+        in report.notes
+    )
 
 
 def test_a_type_that_no_value_survives_is_refused(tmp_path: Path) -> None:

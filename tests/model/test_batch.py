@@ -25,8 +25,8 @@ def test_the_global_batch_is_kept_and_the_micro_batch_does_not_grow() -> None:
 
 
 def test_numbers_that_fit_are_named() -> None:
-    assert fitting_numbers(24, 5) == "4 or 6 ranks, or a global batch of 20 or 25"
-    assert fitting_numbers(24, 30) == "24 ranks, or a global batch of 30"
+    assert fitting_numbers(24, 5) == "choose 4 or 6 ranks, or a global batch near it, of 20 or 25"
+    assert fitting_numbers(24, 30) == "choose 24 ranks, or a global batch near it, of 30"
 
 
 def test_what_a_configuration_determines() -> None:

@@ -436,10 +436,10 @@ def batch_notes(engine: Any, checkpoint: Checkpoint) -> list[str]:
         return []
     ranks = max(1, own.whole // max(1, (own.micro or 1) * (own.accumulation or 1)))
     equal = equal_batch(saved.whole, ranks, own.micro)
-    told = f"the global batch is {own.whole} samples, but was {saved.whole} in the saved run; for an equal one"
+    told = f"the global batch is {own.whole} samples, but was {saved.whole} in the saved run;"
     if equal is None:
-        return [f"{told} choose {fitting_numbers(saved.whole, ranks)} (now {ranks} ranks)"]
-    return [f"{told} set {equal}"]
+        return [f"{told} {saved.whole} cannot be divided by {ranks} ranks: {fitting_numbers(saved.whole, ranks)}"]
+    return [f"{told} for an equal one set {equal}"]
 
 
 def warn_of(checkpoint: Checkpoint, notes: Sequence[str]) -> None:

@@ -125,7 +125,7 @@ class LoadReport:
     def __str__(self) -> str:
         verb = "would restore" if self.dry_run else "restored"
         step = "" if self.step is None else f" of step {self.step}"
-        was = "no stage" if self.source_stage is None else f"ZeRO-{self.source_stage}"
+        was = "files without ZeRO" if self.source_stage is None else f"ZeRO-{self.source_stage}"
         now = "torch" if self.target_stage is None else f"ZeRO-{self.target_stage}"
         lines = [
             f"{self.path}: {verb} {self.parameters} parameters ({self.elements:,} elements) and {self.buffers} "
@@ -196,8 +196,8 @@ class SaveReport:
         if self.error is not None:
             return f"{self.tag} was not saved: {self.error}"
         text = (
-            f"saved {self.tag} (step {self.step}): {self.nbytes / 1e6:,.1f} MB of this rank in {self.seconds:.2f} s "
-            f"({self.bytes_per_second / 1e6:,.0f} MB/s), training waited {self.stall_seconds:.3f} s"
+            f"saved {self.tag} (step {self.step}): {format_size(self.nbytes)} of this rank in {self.seconds:.2f} s "
+            f"({format_size(int(self.bytes_per_second))}/s), training waited {self.stall_seconds:.3f} s"
         )
         return f"{text}, {self.retries} retries" if self.retries else text
 

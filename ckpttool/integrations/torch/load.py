@@ -37,7 +37,7 @@ from ckpttool.integrations.torch.live import (
 )
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
-from ckpttool.integrations.torch.schedulers import Unfit, check_loads, state_for
+from ckpttool.integrations.torch.schedulers import Unfit, check_loads, file_beside, has_state, state_for
 from ckpttool.model import UNKNOWN_GROUP, ScalarState, TensorFloat, TensorInteger, Topology
 from ckpttool.model.names import with_names_of
 from ckpttool.model.state_digest import STEP, WEIGHTS
@@ -117,6 +117,8 @@ class PreparedRun:
     """Each tensor and its values in host memory; none after a dry run."""
     numbers: Sequence[_Number]
     client_state: Mapping[str, Any]
+    states: tuple[str, ...]
+    """Names of the optimizer's states."""
     scheduler: Mapping[str, Any] | None
     """The state to load into the scheduler; None if it keeps its own."""
     reordered: bool
@@ -233,7 +235,10 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         places = _places(run, checkpoint, fitted) if options.scheduler and run.scheduler is not None else []
         scheduler, why = _scheduler_state(run, checkpoint, places, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
-        notes += [f"the scheduler keeps its state: {why}"] * bool(why)
+        if why:
+            file = "" if has_state(checkpoint) else file_beside(checkpoint)
+            hint = f"; {file} is not read: load it with scheduler.load_state_dict(torch.load(...))" if file else ""
+            notes.append(f"the scheduler keeps its state, and computes the next rate from it: {why}{hint}")
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
@@ -242,6 +247,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             fitted=fitted,
             tensors=tensors,
             numbers=numbers,
+            states=tuple(sorted({one.key for one in wanted} - {WEIGHTS} | {one.key for one in numbers})),
             client_state=run_state["client_state"],
             scheduler=scheduler,
             reordered=places != [*range(len(checkpoint.groups))],
@@ -427,6 +433,8 @@ def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> I
         yield f"{key} are rounded from {types}, the type of the run"
     if has_gradients(run.named.module):
         yield "the gradients that the run has are dropped"
+    if run.optimizers and run.scheduler is None and has_state(checkpoint):
+        yield "the checkpoint has the state of a scheduler, which is not restored: pass scheduler=..."
     if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers:
         yield "the loss scale is not restored: a torch run keeps it in its own GradScaler"
 
@@ -566,7 +574,7 @@ def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ra
         parameters=len(have),
         elements=sum(p.numel for p in have),
         buffers=len(fitted.buffers),
-        states=tuple(sorted(_names(prepared))),
+        states=prepared.states,
         groups_restored=tuple(n for n in groups if n not in kept),
         groups_kept=kept,
         scheduler=prepared.scheduler is not None,
@@ -580,8 +588,3 @@ def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ra
         rank_state=prepared.rank_state,
         rank_states=prepared.rank_states,
     )
-
-
-def _names(prepared: PreparedRun) -> Iterable[str]:
-    """Return the names of the optimizer's states."""
-    return {w.key for w, _ in prepared.tensors if w.key != WEIGHTS} | {n.key for n in prepared.numbers}

@@ -6,10 +6,12 @@ Source: torch 2.13, optim/lr_scheduler.py (``state_dict`` of each class), distri
 from __future__ import annotations
 
 import copy
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
+from ckpttool.storage import connect
 
 if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
@@ -52,6 +54,18 @@ def state_for(scheduler: Any, checkpoint: Checkpoint, saved: Any, places: Sequen
     if len(known) < len(places):
         raise Unfit(OTHER_GROUPS)
     return _reordered(found, known, groups)
+
+
+def has_state(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint has the state of a scheduler, under its own name or among its items."""
+    items = () if checkpoint.native else checkpoint.client_state
+    return bool(checkpoint.scheduler) or any(f".{name}".endswith(".last_epoch") for name in items)
+
+
+def file_beside(checkpoint: Checkpoint) -> str:
+    """Return the path of the file with the scheduler's state that a trainer has saved beside; "" without one."""
+    paths = (posixpath.join(checkpoint.location, name) for name in ("scheduler.bin", "scheduler.pt"))
+    return next(filter(connect(checkpoint.storage).exists, paths), "")
 
 
 def _in_items(own: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:

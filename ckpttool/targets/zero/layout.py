@@ -344,7 +344,10 @@ class TargetGroups:
         unclear = [p.name for p in checkpoint.parameters if p.frozen] if not checkpoint.tells_buffers else []
         if unclear:
             problem = f"does not say whether {unclear[0]} is a frozen parameter or a buffer: stage 3 distinguishes them"
-            hint = "pass the names in buffers, choose stage 1 or 2, or convert the checkpoint that it was made from"
+            hint = (
+                "pass the names of the buffers in buffers, '' if there are none (a tied weight is not one), "
+                "choose stage 1 or 2, or convert the checkpoint that it was made from"
+            )
             raise PlanError(checkpoint.location, problem, hint, ("buffers", "stage"))
         if any(NATIVE.fullmatch(p.name) for p in checkpoint.parameters):
             problem = "trains DeepSpeed's own mixture of experts, which has no stage 3"
