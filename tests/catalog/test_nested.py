@@ -33,7 +33,8 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("thin", [None, "bf16"])
 def test_a_pinned_checkpoint_stays_whole(run: Path, thin: str | None) -> None:
-    api.pin(run / "checkpoint_000000", why="the paper")
+    pin = api.pin(run / "checkpoint_000000", why="the paper")
+    assert str(pin) == f"{pin.path}: pinned by {pin.who}: the paper"
     before = sorted(p for p in (run / "checkpoint_000000").rglob("*"))
     assert "pinned by" in ckpttool("ls", run).stdout.splitlines()[1]
     decisions = api.prune(run, keep_last=1, thin=thin)

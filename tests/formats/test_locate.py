@@ -64,6 +64,13 @@ def test_a_trainers_output_directory_opens_its_newest_checkpoint(tmp_path: Path)
     (tmp_path / "checkpoint-12" / "latest").unlink()  # killed while it was saved: that is written last
     shutil.rmtree(tmp_path / "checkpoint-11" / "global_step3")
     assert locate(STORAGE, str(tmp_path), None).root == str(tmp_path / "checkpoint-10")
+    assert open_checkpoint(str(tmp_path), tag="checkpoint-9").root == str(tmp_path / "checkpoint-9")
+    with refused(CkptError):
+        open_checkpoint(str(tmp_path), tag="checkpoint-8")
+    run = tmp_path / "ray"
+    for number in (1, 2):
+        shutil.copytree(whole, run / f"ckpttool_{number:08}_000001_0badcafe")
+    assert open_checkpoint(str(run), tag="ckpttool_00000001_000001_0badcafe").root.endswith("1_000001_0badcafe")
 
 
 def test_a_trainers_output_directory_without_a_whole_one_names_what_is_there(tmp_path: Path) -> None:
@@ -192,6 +199,11 @@ FOREIGN = {
     "Megatron": (["mp_rank_00_001/a.pt", "mp_rank_00_000/a.pt"], "ranks of Megatron", WHOLE),
     "Megatron's run": (
         ["latest_checkpointed_iteration.txt", "iter_0000005/.metadata"], "a run of Megatron", "pass {}/iter_0000005",
+    ),
+    "dcp.save, killed": (
+        ["__0_0.distcp", "__1_0.distcp"],
+        "shards of a distributed checkpoint without .metadata",
+        "torch writes that file last: the save was interrupted; use another checkpoint",
     ),
     "Orbax": (
         ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "d/0"],

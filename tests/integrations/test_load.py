@@ -428,6 +428,7 @@ def test_a_dry_run_and_a_damaged_file_change_nothing(tmp_path: Path) -> None:
     run = net, optimizer, _ = _run(seed=1)
     before = _all_of(run)
     report = ckpttool.load(net, tmp_path / "saved", optimizer=optimizer, dry_run=True)
+    assert report.states == ("exp_avg", "exp_avg_sq", "step")
     assert str(report).startswith(f"{tmp_path / 'saved'}: would restore")
     assert _all_of(run) == before
     file = tmp_path / "saved" / "__0_0.distcp"

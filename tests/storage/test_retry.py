@@ -24,8 +24,8 @@ from botocore.exceptions import (
 from s3fs.errors import translate_boto_error
 
 from ckpttool.concurrency import Tally
-from ckpttool.errors import StorageError
-from ckpttool.storage import open_storage
+from ckpttool.errors import ArgumentError, StorageError
+from ckpttool.storage import Opening, open_storage
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.retry import ATTEMPTS, PATIENCE, ShortReadError, call, explain, growing
 from tests.wording import refused
@@ -314,6 +314,17 @@ def test_logs_of_libraries_do_not_hide_the_error() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert done.stderr == "Error: picky://b/run: access denied; check the permissions of these credentials\n"
+
+
+def test_options_of_another_type_and_an_endpoint_without_a_scheme_are_refused() -> None:
+    for options in (
+        "endpoint_url=http://localhost",
+        {"endpoint_url": "localhost:5555"},
+        {"client_kwargs": {"endpoint_url": "a"}},
+    ):
+        with refused(ArgumentError):
+            Opening(options)  # type: ignore[arg-type]
+    assert Opening({"endpoint_url": "http://localhost:5555"}).storage_options
 
 
 def test_an_option_that_a_client_does_not_know_is_named() -> None:
