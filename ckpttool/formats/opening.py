@@ -15,7 +15,7 @@ from ckpttool.checksums import chunk_records
 from ckpttool.commit import has_manifest, is_commit, split_directory
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.formats.fields import raise_at_once
-from ckpttool.formats.layouts import FILE, MARKED, OTHER, ROOT, RUN, TAG, TRAINER, Place, trainer_folders
+from ckpttool.formats.layouts import FILE, MARKED, OTHER, ROOT, RUN, TAG, TRAINER, Place, is_of_trainer, trainer_folders
 from ckpttool.formats.locate import (
     NoCheckpointError,
     SeveralModelsError,
@@ -364,7 +364,7 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
     if found is None and (inner := inner_directory(here, tag)) is not None:
         opened = _open([inner], here.storage, None, report, accepted)
         return replace(opened, remarks=(*_passed(here, inner), *opened.remarks)) if tag is None else opened
-    if tag is not None and tag in here.steps:  # of a trainer, or of Ray
+    if tag is not None and is_of_trainer(tag) and here.storage.is_dir(posixpath.join(here.path, tag)):
         return _open([posixpath.join(here.path, tag)], here.storage, None, report, accepted)
     return found
 
