@@ -284,7 +284,7 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
         return [replace(d, keep=True, freed=0, reason=NAMED) if d is named else d for d in decisions]
     if not dry_run:
         storage.put(posixpath.join(root, LATEST), newest.name.encode())
-    told = f"latest {'would name' if dry_run else 'names'} {newest.name}{'' if dry_run else ' now'}"
+    told = f"latest then names {newest.name}"
     return [replace(d, reason=f"{d.reason}; {told}") if d is named else d for d in decisions]
 
 

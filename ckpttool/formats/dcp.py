@@ -387,6 +387,8 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike
         entries.beside = {}
     path = posixpath.join(location.directory, files[-1].name)
+    if kinds is not None and any(own.get("params") is None for own in entries.groups.values()):
+        raise LayoutError(path, "has a parameter group whose names cannot be read", RESTORE)
     if entries.unread:
         _leave_out(entries, location)
     if entries.states and not entries.weights:

@@ -131,6 +131,7 @@ class StateDict:
             options = {aliases.get(name, name): own for name, own in self.options.items()}
             states = {aliases.get(name, name): own for name, own in states.items()}
             listed = listed | _group_by_hyperparameters(path, options, states, weights)
+        single = _numbers_elsewhere(self.numbers, trainable)
         updated = {*states, *self.numbers} if self.frozen is None else trainable.keys() - self.frozen
         groups, group_of, numbers = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
         parameters = []
@@ -139,7 +140,7 @@ class StateDict:
             group = group_of.get(name)
             parameter_states = {
                 MODULE if group is None else MASTER: weight,
-                **_elementwise_states(states.get(name, {}), weight.shape),
+                **_elementwise_states(states.get(name, {}), weight.shape, single),
             }
             parameters.append(
                 Parameter(
@@ -240,6 +241,7 @@ def _groups(
     groups: list[ParamGroup] = []
     group_of: dict[str, int] = {}
     differing: dict[str, dict[str, ScalarState]] = {}
+    single = _numbers_elsewhere(numbers, weights)
     for number in sorted(listed, key=lambda n: (len(n), n)):
         options = dict(listed[number])
         names = options.pop("params", None)
@@ -255,18 +257,28 @@ def _groups(
         own = {name: numbers.get(name, {}) for name in trained}
         # In a parameter of one element, a number of that key looks like a state of the parameter's shape.
         plain = {
-            name: {key: n for key, n in held.items() if n.shape != weights[name].shape or key == STEP}
+            name: {key: n for key, n in held.items() if n.shape != weights[name].shape or key in single}
             for name, held in own.items()
         }
         scalars, uneven = split_numbers(plain, {name: held.keys() for name, held in own.items()})
         differing |= uneven
+        differing |= {name: dict(numbers[name]) for name in names if name not in own and name in numbers}
         groups.append(ParamGroup(tuple(trained), options, scalars, all_names, ordered, named))
     return groups, group_of, differing
 
 
-def _elementwise_states(states: Mapping[str, State], shape: tuple[int, ...]) -> dict[str, State]:
-    """Return the states with one value per element: not a step."""
-    return {key: state for key, state in states.items() if state.shape == shape and key not in {STEP, MODULE, MASTER}}
+def _numbers_elsewhere(numbers: Mapping[str, Mapping[str, ScalarState]], weights: Mapping[str, State]) -> set[str]:
+    """Return the states that are numbers: of a parameter of one element, the shape does not show it."""
+    known = ((weights[name].shape, own) for name, own in numbers.items() if name in weights)
+    return {STEP, *(key for shape, own in known for key, n in own.items() if n.shape != shape)}
+
+
+def _elementwise_states(
+    states: Mapping[str, State], shape: tuple[int, ...], single: Collection[str]
+) -> dict[str, State]:
+    """Return the states with one value per element, without those that are ``single`` numbers."""
+    without = {*single, MODULE, MASTER}
+    return {key: state for key, state in states.items() if state.shape == shape and key not in without}
 
 
 def recorded_step(storage: Storage, directory: str) -> int | None:

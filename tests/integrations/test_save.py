@@ -281,7 +281,7 @@ class Noted(nn.Linear):  # type: ignore[misc]  # torch is not followed
 
 def test_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
     net, manager = nn.Linear(2, 2), ckpttool.CheckpointManager(tmp_path)
-    optimizer = torch.optim.SGD(net.parameters())
+    optimizer, other = (torch.optim.SGD(net.parameters()) for _ in range(2))
     for arguments in (
         {},
         {"step": "5"},
@@ -290,6 +290,9 @@ def test_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
         {"step": 5, "optimizer": optimizer, "scheduler": "cosine"},
         {"step": 5, "optimizer": optimizer, "metrics": {"loss": "low"}},
         {"step": 5, "optimizer": optimizer, "tag": ".x"},
+        {"step": 5, "optimizer": []},
+        {"step": 5, "optimizer": [optimizer, optimizer]},
+        {"step": 5, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(other, 1)},
     ):
         with refused(ckpttool.ArgumentError):
             manager.save(net, **arguments)
@@ -332,3 +335,126 @@ def test_a_restore_takes_the_newest_whole_save(tmp_path: Path, caplog: pytest.Lo
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-1", "step-2", "step-2.damaged"]
     with refused(ckpttool.ArgumentError):
         manager.save(nn.Linear(2, 2), optimizer=False, step=3)
+
+
+# ----------------------------------------------------------------------------------------------------- unusual runs
+
+
+class Small(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Two layers, a scalar, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+        self.scalar, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Any) -> Any:
+        """Return one number for each row."""
+        return self.last(self.first(x)) * self.scalar
+
+
+def _steps(net: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        net(torch.full((4, 2), float(step + 1))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _same_weights(one: Any, other: Any) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+def _restored(root: Path, net: Any, optimizer: Any, **options: Any) -> Any:
+    manager = ckpttool.CheckpointManager(root)
+    assert manager.restore(net, optimizer=optimizer, prove=True, **options) is not None
+    return manager.restored
+
+
+def test_lazy_views_are_saved_with_their_values(tmp_path: Path) -> None:
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    net.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+    net.register_buffer("minus", torch._neg_view(torch.ones(3)))
+    other.register_buffer("turns", torch.zeros(3, dtype=torch.complex64))
+    other.register_buffer("minus", torch.zeros(3))
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=False, step=1)
+    _restored(tmp_path, other, False, weights_only=True)
+    assert torch.equal(other.turns, net.turns.resolve_conj())
+    assert torch.equal(other.minus, -torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "NAdam", "ASGD"])
+def test_states_of_frozen_and_of_scalar_parameters_are_restored(kind: str, tmp_path: Path) -> None:
+    """The states that a parameter had when it was frozen count again when it is trained again."""
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = Small()
+        runs.append((net, getattr(torch.optim, kind)(net.parameters())))
+    _steps(*runs[0], range(2))
+    for net, _ in runs:
+        net.first.requires_grad_(requires_grad=False)
+    ckpttool.CheckpointManager(tmp_path).save(runs[0][0], optimizer=runs[0][1], step=2)
+    report = _restored(tmp_path, *runs[1])
+    assert "frozen now" not in str(report.proof)
+    for net, optimizer in runs:
+        net.first.requires_grad_(requires_grad=True)
+        _steps(net, optimizer, range(2, 5))
+    assert _same_weights(runs[0][0], runs[1][0])
+
+
+def test_options_that_are_tensors_stay_tensors(tmp_path: Path) -> None:
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = Small()
+        options = {"betas": (torch.tensor(0.8), torch.tensor(0.99)), "lr": torch.tensor(0.1), "foreach": False}
+        runs.append((net, torch.optim.Adam(net.parameters(), **options)))
+    _steps(*runs[0], range(2))
+    ckpttool.CheckpointManager(tmp_path).save(runs[0][0], optimizer=runs[0][1], step=2)
+    _restored(tmp_path, *runs[1])
+    assert all(isinstance(beta, torch.Tensor) for beta in runs[1][1].param_groups[0]["betas"])
+    for run in runs:
+        _steps(*run, range(2, 4))
+    assert _same_weights(runs[0][0], runs[1][0])
+
+
+def test_client_state_of_any_form_is_restored(tmp_path: Path) -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    manager, net = ckpttool.CheckpointManager(tmp_path), nn.Linear(2, 2)
+    state = {"turn": torch.tensor([1 + 2j]).conj(), "bytes": torch.ones(2).untyped_storage(), "loop": loop}
+    manager.save(net, optimizer=False, step=1, client_state=state)
+    found = manager.restore(net, weights_only=True)
+    assert found is not None
+    assert torch.equal(found["turn"], torch.tensor([1 - 2j]))
+    assert bytes(found["bytes"]) == bytes(state["bytes"])
+    assert found["loop"][1] is found["loop"]
+
+
+def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
+    runs = [(net, torch.optim.Adam(net.parameters())) for net in (Small(), Small())]
+    _steps(*runs[0], range(1))
+    ckpttool.CheckpointManager(tmp_path).save(runs[0][0], optimizer=runs[0][1], step=1)
+    torch.set_default_device("meta")
+    try:
+        _restored(tmp_path, *runs[1])
+    finally:
+        torch.set_default_device("cpu")
+    assert _same_weights(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize("at", [0, 27, 900])
+def test_a_damaged_record_of_names_leads_to_the_save_before(at: int, tmp_path: Path) -> None:
+    net = Small()
+    optimizer = torch.optim.Adam(net.parameters())
+    manager = ckpttool.CheckpointManager(tmp_path)
+    for step in (1, 2):
+        nn.init.constant_(net.unused, float(step))
+        manager.save(net, optimizer=optimizer, step=step)
+    file = tmp_path / "step-2" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    start = data.rindex(b"PK\x03\x04", 0, data.index(b"first.weight"))
+    data[start + at] ^= 1
+    file.write_bytes(data)
+    assert manager.restore(net, optimizer=optimizer) == {}
+    assert float(net.unused.detach()[0]) == 1.0

@@ -67,8 +67,32 @@ def save_version(
 ) -> Manifest:  # fmt: skip
     """Save one as all ranks together."""
     request = Request(tag, number, 2, metrics=metrics or {}, overwrite=overwrite, sidecars=SIDECARS)
-    files = part(version(number), ranks.rank, ranks.size)
-    return save(place, root, ranks, request, files)
+    files = version(number)
+    # The last file is one that describes the others: the first rank writes it when they have written theirs.
+    last = max(files) if number % 2 else None
+    own = part({name: data for name, data in files.items() if name != last}, ranks.rank, ranks.size)
+    return save(place, root, ranks, request, own, index=None if last is None else Described(last, files[last]))
+
+
+class Described:
+    """The index of a save.
+
+    Args:
+        name: Its file.
+        data: The content.
+    """
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.own: Any = {"bytes": len(data)}
+        self._file = PlainFile(name, HostPayload(data))
+
+    def check(self, own: Sequence[Any]) -> None:
+        """Compare what all ranks send."""
+        assert own == [self.own] * len(own)
+
+    def files(self) -> Sequence[OutgoingFile]:
+        """Return the file."""
+        return [self._file]
 
 
 class Intercepted:

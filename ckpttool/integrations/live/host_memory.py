@@ -107,7 +107,7 @@ class HostMemory:
 
     def _allocate(self, nbytes: int) -> Any:
         if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if not self._pinned:
             return _mapped(nbytes)
         kind, block = _pinned(nbytes)
@@ -143,7 +143,7 @@ def _pinned(nbytes: int) -> tuple[str, Any]:
     if _register(block):
         return "registered", block
     try:
-        return "pinned", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return "pinned", torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError:
         return "pageable", block
 

@@ -139,7 +139,7 @@ def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
         own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
         pending="",
     )
-    entries = [*_tensors(state), *_numbers(run)]
+    entries = sorted([*_tensors(state), *_numbers(run)], key=lambda entry: [*map(str, entry.path)])
     return Described(state, entries, DcpIndex(entries, rank, directory))
 
 
@@ -199,8 +199,8 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
 
 
 def _bytes_of(tensor: Any) -> StorageBytes:
-    """Return the bytes of a tensor; of one whose elements are not in C order, of a copy."""
-    own = tensor.detach().contiguous()
+    """Return the bytes of a tensor; of a lazy view, or of one whose elements are not in C order, of a copy."""
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
     start = own.storage_offset() * own.element_size()
     return StorageBytes(own.untyped_storage(), start, start + own.numel() * own.element_size())
 
@@ -427,7 +427,7 @@ class DcpIndex:
 
     def _other_tensors(self, rank: int, names: str, first: str) -> RankError:
         own, others = ({_fqn(row): row for row in json.loads(_unpacked(text))} for text in (names, first))
-        name = next((n for n in {**own, **others} if own.get(n) != others.get(n)), "the order of its tensors")
+        name = next(n for n in {**own, **others} if own.get(n) != others.get(n))
         problem = f"rank {rank} has another {name} than rank 0, or only one of them has it"
         return RankError(self._directory, problem, "build the same model and optimizer on all ranks")
 

@@ -71,7 +71,7 @@ def any_of(group: Any, value: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    counted = torch.tensor([int(value)])
+    counted = torch.tensor([int(value)], device="cpu")
     dist.all_reduce(counted, op=dist.ReduceOp.MAX, group=group)
     return bool(counted.item())
 

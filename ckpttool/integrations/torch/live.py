@@ -153,7 +153,7 @@ def digest_tensor(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Se
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor on the CPU as an array that shares its memory if it is contiguous."""
     dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), numpy_dtype(dtype.name))
     # Two steps: numpy has no bf16, and a 0-dim tensor cannot be seen as bytes.
@@ -171,7 +171,7 @@ def _factors_on(device: torch.device) -> torch.Tensor:
 
 def _on_device(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:
     """Return the digest of a part, computed by integer operations of its device, which wrap around at 2^64."""
-    flat = tensor.contiguous().reshape(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.dtype in {torch.float16, torch.bfloat16}:
         flat = flat.float()  # of one part, as the optimizer's step does
     per_element = max(1, flat.element_size() // 4)

@@ -54,6 +54,11 @@ class LiveRun:
             raise ArgumentError("optimizer", f"has {strangers} parameters that the model lacks", hint)
         return [names[id(parameter)] for parameter in own]
 
+    def frozen(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of the frozen parameters of a group."""
+        names = self.named.names
+        return [names[id(p)] for p in group["params"] if not p.requires_grad and id(p) in names]
+
     def model(self) -> LiveModel:
         """Return the names and shapes that a checkpoint is matched with."""
         return LiveModel(
@@ -62,6 +67,7 @@ class LiveRun:
             buffers={name: tuple(b.shape) for name, b in self.named.buffers.items()},
             aliases=self.named.aliases,
             others=self.named.others,
+            kept=frozenset(name for _, group in self.groups for name in self.frozen(group)),
         )
 
 
@@ -98,9 +104,14 @@ def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) 
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         if not optimizers:
             raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or weights_only=True")
+        if len({*map(id, optimizers)}) < len(optimizers):
+            raise ArgumentError("optimizer", "is in the list twice", "pass each once")
     for one in optimizers:
         check_class(one)
     given = None if isinstance(scheduler, bool) or options.weights_only else scheduler
     if given is not None and not hasattr(given, "load_state_dict"):
         raise ArgumentError("scheduler", f"is a {type(given).__name__}, not a scheduler", "pass the scheduler itself")
+    owner = getattr(given, "optimizer", None)
+    if owner is not None and optimizers and all(owner is not one for one in optimizers):
+        raise ArgumentError("scheduler", "is of another optimizer", "pass the optimizer that it was made for")
     return LiveRun(named, optimizers, given)

@@ -34,6 +34,7 @@ from ckpttool.integrations.torch.live import (
     live_state,
     piece_of,
     type_name,
+    values_of,
 )
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.integrations.live.options import LoadOptions
-    from ckpttool.integrations.torch.live import Piece
+    from ckpttool.integrations.torch.live import LiveState, Piece
     from ckpttool.integrations.torch.live_run import LiveRun
     from ckpttool.integrations.torch.optimizers import Form
     from ckpttool.model import Checkpoint, Parameter, ParamGroup, State
@@ -165,9 +166,17 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     if wanted and not options.dry_run:
         scope = _scope(run, prepared, report)
         optimizers = list(run.optimizers) or None
-        own = partial(live_state, run.named.module, optimizers, run.scheduler)
+        own = partial(_live, run, optimizers, report)
         report = replace(report, proof=prove_state(own, prepared.checkpoint, ranks, scope))
     return report
+
+
+def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> LiveState:
+    """Return the live state after a load, with the values that the load returns."""
+    state = live_state(run.named.module, optimizers, run.scheduler)
+    values = {**state.values, **values_of("client_state", report.client_state)}
+    own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
+    return replace(state, values=values, own={**state.own, **own})
 
 
 def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
@@ -178,7 +187,7 @@ def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
         for (_, group), saved in zip(run.groups, prepared.options, strict=True)
         for key, value in saved.items()
         if isinstance(rate := group.get(key), torch.Tensor)
-        and float(value) != float(rate) == float(torch.tensor(float(value), dtype=rate.dtype))
+        and float(value) != float(rate) == float(torch.tensor(float(value), dtype=rate.dtype, device="cpu"))
     }
     without = OF_THE_RUN | options
     if report.groups_kept:
@@ -222,7 +231,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         for (owner, group), saved in zip(run.groups, fitted.checkpoint.groups, strict=True):
             forms = Forms(owner, group)
             known.append(forms.options)
-            for name in saved.parameters:
+            for name in (*saved.parameters, *run.frozen(group)):
                 source = saved_parameters.get(fitted.stored[name])
                 states, own_numbers = _states_of(run, checkpoint, source, owner, forms, name)
                 wanted += states
@@ -279,14 +288,8 @@ def _check_trained(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> None
 
 
 def _places(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> list[int | None]:
-    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several.
-
-    Raises:
-        ArgumentError: The scheduler is of another optimizer.
-    """
+    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several."""
     owner = getattr(run.scheduler, "optimizer", None)
-    if owner is not None and run.optimizers and all(owner is not one for one in run.optimizers):
-        raise ArgumentError("scheduler", "is of another optimizer", "pass the optimizer that it was made for")
     group_of = {p.name: p.group for p in checkpoint.parameters}
     groups = [group for _, group in run.groups] if owner is None else owner.param_groups
     places: list[int | None] = []
@@ -360,7 +363,7 @@ def _states_of(
     Raises:
         PlanError: The optimizer keeps other states than the checkpoint has.
     """
-    if source is None or source.frozen:
+    if source is None:
         return [], []
     parameter = run.named.parameters[name]
     states, numbers = source.optimizer_states, _numbers_of(checkpoint, source)
@@ -451,7 +454,7 @@ def _read(
     nbytes = plan.nbytes_read
     if options.dry_run:
         return [], nbytes, None
-    memory = torch.empty(plan.files[0].nbytes, dtype=torch.uint8)
+    memory = torch.empty(plan.files[0].nbytes, dtype=torch.uint8, device="cpu")
     checks = checks_for(source_files(checkpoint), checkpoint, options.check)
     with Sources(source_files(checkpoint), checks) as sources:
         if rank == 0:
@@ -483,7 +486,7 @@ def _commit(run: LiveRun, prepared: PreparedRun) -> None:
     """Fill the run in place."""
     tensors = {**run.named.parameters, **run.named.buffers}
     states: dict[str, dict[str, Any]] = {}
-    owners = {name: owner for owner, group in run.groups for name in run.trained(group)}
+    owners = {name: owner for owner, group in run.groups for name in (*run.trained(group), *run.frozen(group))}
     for wanted, values in prepared.tensors:
         if wanted.key == WEIGHTS:
             _local(tensors[wanted.name]).copy_(values)
@@ -546,6 +549,9 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any], filled: Collec
             group[key] = tensor.clone() if id(tensor) in filled else tensor
             group[key].fill_(plain)
             own.add(id(tensor))
+        elif isinstance(tensor, list | tuple) and any(isinstance(one, torch.Tensor) for one in tensor):  # betas
+            pairs = zip(tensor, plain, strict=True)
+            group[key] = type(tensor)(torch.full_like(a, b) if isinstance(a, torch.Tensor) else b for a, b in pairs)
         else:
             group[key] = copy.deepcopy(plain)
     return own

@@ -30,7 +30,7 @@ def empty(nbytes: int) -> Any:
     import torch
 
     try:
-        return populated(torch.empty(nbytes, dtype=torch.uint8))
+        return populated(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     except RuntimeError as error:
         raise MemoryError(f"cannot allocate {nbytes:,} bytes") from error
 

@@ -282,7 +282,7 @@ class _Builder:
         if self._read is None:
             return None
         storage = self._storage(ref.storage)
-        made: Any = torch.empty(0, dtype=getattr(torch, DTYPES[ref.dtype].torch))
+        made: Any = torch.empty(0, dtype=getattr(torch, DTYPES[ref.dtype].torch), device="cpu")
         made.set_(storage, ref.offset, ref.shape, ref.stride)
         if ref.parameter:
             made = torch.nn.Parameter(made, ref.requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from ckpttool.integrations.torch.chunks import capture_chunks, check_saved
 from ckpttool.integrations.torch.live import has_gradients, unwrapped
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.integrations.torch.load import load_run
+from ckpttool.messages import brief
 from ckpttool.model import Topology
 from ckpttool.saving.provenance import current_provenance, note_restored
 from ckpttool.saving.two_phase import Request
@@ -59,19 +61,23 @@ class TorchRun:
 
     def asked(self, save: Save) -> dict[str, Any]:
         """Return the arguments of a save that must be the same on all ranks."""
-        return save.asked() | self.kind | {"step": self._step if isinstance(self._step, int) else str(self._step)}
+        return (
+            save.asked()
+            | self.kind
+            | {"step": operator.index(self._step) if hasattr(self._step, "__index__") else str(self._step)}
+        )
 
     def ready(self, save: Save, ranks: Ranks, *, provenance: bool) -> Ready:
         """Check the arguments of a save on this rank, and describe the run."""
-        step = self._step
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            problem = "is missing" if step is None else f"is {step!r}, not a number of steps"
-            raise ArgumentError("step", problem, "pass step=..., the steps of the run so far")
+        step = _steps(self._step)
         if self._optimizer is True or self._optimizer is None:
             raise ArgumentError("optimizer", "is missing", WITHOUT)
         checked_client_state(save.client_state)
         run = torch_run(
-            self._model, self._optimizer, self._scheduler, LoadOptions(strict=False, optimizer=bool(self._optimizer))
+            self._model,
+            self._optimizer,
+            self._scheduler,
+            LoadOptions(strict=False, optimizer=self._optimizer is not False),
         )
         check_saved(run)
         request = Request(
@@ -114,6 +120,22 @@ class TorchRun:
         if not options.dry_run:
             note_restored(run.named.module, checkpoint)
         return [report]
+
+
+def _steps(given: Any) -> int:
+    """Return the steps of a run.
+
+    Raises:
+        ArgumentError: They are missing, or not a number.
+    """
+    try:
+        step = -1 if given is None or isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        step = -1
+    if step < 0:
+        problem = "is missing" if given is None else f"is {brief(given)}, not a number of steps"
+        raise ArgumentError("step", problem, "pass step=..., the steps of the run so far")
+    return step
 
 
 def _classes_of(given: Any) -> list[str]:

@@ -9,10 +9,11 @@ from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import commit_directory
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import VirtualFile
+from ckpttool.execution.virtual_file import StoredFile, VirtualFile
+from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
 from ckpttool.plan import CopyPlan
-from ckpttool.plan.builder import CopyBuilder
+from ckpttool.plan.builder import CopyBuilder, source_files
 from ckpttool.storage import connect
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 
@@ -36,6 +37,8 @@ def read_run_state(
     Raises:
         CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
     """
+    if RUN_STATE in (names := [file.name for file in checkpoint.files]) and not checkpoint.thin:
+        return _of_torch_run(checkpoint, names.index(RUN_STATE), options, more or {})
     client_state = checkpoint.client_state
     scheduler = None if options.weights_only or not options.scheduler else checkpoint.scheduler
     unknown = unknown_classes([client_state, scheduler, more], options.allow)
@@ -43,7 +46,30 @@ def read_run_state(
         client_state = {}
     elif unknown:
         raise unknown_class(checkpoint.location, unknown[0])
-    values = {"client_state": client_state, "scheduler": scheduler, **(more or {})}
+    return _built(checkpoint, {"client_state": client_state, "scheduler": scheduler, **(more or {})}, options)
+
+
+def _of_torch_run(
+    checkpoint: Checkpoint, index: int, options: LoadOptions, more: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the same of a save of a torch run, which has them in a file of their own."""
+    if unknown := unknown_classes(more, options.allow):
+        raise unknown_class(checkpoint.location, unknown[0])
+    found = {"client_state": checkpoint.client_state, "scheduler": checkpoint.scheduler}
+    if not options.dry_run:
+        files = source_files(checkpoint)
+        with Sources(files, checks_for(files, checkpoint, options.check)) as sources:
+            content = read_objects(StoredFile(sources[index], memory=options.memory_bytes), options.allow)
+            sources.finish_checks()
+            sources.check_unchanged()
+        found = {"client_state": content["client_state"], "scheduler": content["lr_scheduler"]}
+    if options.weights_only or not options.scheduler:
+        found["scheduler"] = None
+    return {**found, **(_built(checkpoint, more, options) if more else {})}
+
+
+def _built(checkpoint: Checkpoint, values: Mapping[str, Any], options: LoadOptions) -> Mapping[str, Any]:
+    """Return values of a checkpoint with the objects in them, and the elements of their tensors."""
     if options.dry_run:
         return values
     builder = CopyBuilder(checkpoint)

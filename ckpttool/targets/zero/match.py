@@ -36,6 +36,8 @@ class LiveModel:
     """Further names in the module's state dict: extra state, and what hooks add."""
     left_out: Sequence[str] = ()
     """Parameters that the module's state dict leaves out."""
+    kept: frozenset[str] = frozenset()
+    """Frozen parameters whose moments the run keeps: its optimizer lists them."""
 
     @property
     def frozen(self) -> list[str]:
@@ -145,7 +147,7 @@ class _Matcher:
         self.notes += [
             f"{n} is frozen in the model: its {MASTER} and moments are left out"
             for n in self.live.frozen
-            if not self.weights_only and self._has_moments(source_of[n])
+            if not self.weights_only and n not in self.live.kept and self._has_moments(source_of[n])
         ]
         frozen = [(n, state) for n in self.live.frozen if (state := self._weights(source_of[n])) is not None]
         parameters += [Parameter(n, self.live.shapes[n], None, {MODULE: state}) for n, state in frozen]
