@@ -54,7 +54,7 @@ class Opening:
         given = self.storage_options or {}
         endpoint = given.get("endpoint_url") or (given.get("client_kwargs") or {}).get("endpoint_url")
         if isinstance(endpoint, str) and "://" not in endpoint:
-            problem = f"has the endpoint {brief(endpoint)}, without http:// or https://"
+            problem = "has an endpoint_url without http:// or https://"  # it may contain a secret
             raise ArgumentError("storage_options", problem, "write http://HOST:PORT, or https://HOST")
         if FOLLOW_LINKS in (self.storage_options or {}):
             problem = f"contains {FOLLOW_LINKS}, which is an option of ckpttool and not of a storage"

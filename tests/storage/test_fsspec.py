@@ -334,7 +334,7 @@ def test_an_endpoint_at_which_nobody_is(s3: Bucket, run: str) -> None:
     error = command("inspect", run, "--storage-option", "endpoint_url=http://127.0.0.1:9").error
     assert f"{run}: the store failed 7 times, last with " in error
     error = command("inspect", run, "--storage-option", "endpoint_url=sesame").error
-    assert error.startswith(f"Error: {run}: ")
+    assert error.startswith("Error: --storage-option: has an endpoint_url without http:// or https://; ")
     _assert_no_secret(error)
 
 

@@ -105,7 +105,7 @@ def _do(job: dict[str, Any], directory: Path) -> None:
     runs: dict[str, Callable[..., None]] = {
         "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
         "frameworks": _frameworks, "several": _several, "pages": _pages,
-        "fsdp2": _fsdp2,
+        "fsdp2": _fsdp2, "torch": _torch,
     }  # fmt: skip
     name = job["name"]
     try:
@@ -229,6 +229,17 @@ def _fsdp2(directory: Path, source: str, runs: list[int]) -> None:
         print(END)  # noqa: T201
         ray.shutdown()
     loops.note(str(directory), "fsdp2.json", {"epoch": epoch, "newest": newest.path})
+
+
+def _torch(directory: Path) -> None:
+    """Train an FSDP2 run that dies, and continue it on another number of workers."""
+    join()
+    from ray.train import FailureConfig
+
+    for part, workers, steps in (("first", 2, 4), ("second", 3, 7)):
+        config = {"facts": str(directory), "part": part, "steps": steps}
+        again = FailureConfig(max_failures=1)
+        fit(loops.torch_run, config, workers, name="torch", storage_path=str(directory), failure_config=again)
 
 
 def _sound(run: str, there: dict[str, Any]) -> list[dict[str, Any]]:

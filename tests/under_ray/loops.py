@@ -387,3 +387,43 @@ def ending(config: dict[str, Any]) -> None:
     checkpoints.report(engine, {"loss": 0.5}, client_state={"step": 1})
     if config["how"] == "unguarded":
         raise ArithmeticError("the loop failed")
+
+
+def torch_run(config: dict[str, Any]) -> None:
+    """Train an FSDP2 run, report each step, and die once after the second."""
+    import ray.train
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from ckpttool import CkptError
+    from ckpttool.integrations import ray_train
+
+    torch.manual_seed(ray.train.get_context().get_world_size())
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    state = ray_train.restore(model, optimizer=optimizer, scheduler=scheduler, prove=True) or {"step": 0}
+    restored = ray_train.restored()
+    facts: dict[str, Any] = {"began": state["step"], "proof": "" if restored is None else str(restored.proof)}
+    facts |= {"lr": optimizer.param_groups[0]["lr"], "last": scheduler.last_epoch}
+    first = state["step"]
+    for step in range(first + 1, config["steps"] + 1):
+        model(torch.full((2, 5), float(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        own = {"optimizer": optimizer, "scheduler": scheduler, "step": step, "client_state": {"step": step}}
+        if step == first + 1:
+            try:
+                ray_train.report(model, {"loss": torch.tensor(1.0)}, **own)
+            except CkptError as error:
+                facts["tensor"] = str(error)
+        ray_train.report(model, {"loss": 1 / step}, **own)
+        rank = ray.train.get_context().get_world_rank()
+        if rank == 0:
+            note(config["facts"], f"torch {config['part']} {first} {step}.json", facts)
+        died = Path(config["facts"]) / "torch died"
+        if config["part"] == "first" and step == 2 and rank == 1 and not died.exists():
+            died.touch()
+            die()

@@ -33,6 +33,7 @@ RAY_RUNS: dict[str, tuple[Any, ...]] = {
     "resume": ("resume",),
     "bucket": ("bucket",),
     "ending": ("ending", ENDINGS),
+    "torch": ("torch",),
 }
 """Runs on one cluster: see ``driver``."""
 if sampling.thorough():
@@ -267,3 +268,25 @@ def test_a_llama_that_was_killed_is_exported_with_the_logits_of_the_engine(tmp_p
     events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert [(e["event"], e["step"]) for e in events] == [("start", 0), ("save", 4), ("start", 4), ("save", 8)]
     assert "equal the engine's, bit for bit" in printed
+
+
+# ------------------------------------------------------------------------------------------------- runs of torch
+
+
+def test_an_fsdp2_run_dies_and_goes_on_with_other_workers(trained: Trained) -> None:
+    done = trained.of("torch")
+    found = {path.stem: _facts(done, path.name) for path in done.glob("torch * * *.json")}
+    first, second = found["torch first 0 1"], found["torch second 4 5"]
+    assert (first["began"], first["proof"]) == (0, "")
+    assert "metrics: have a tensor of torch as 'loss'" in first["tensor"]
+    assert "torch second 4 7" in found
+    again = [one for name, one in found.items() if name.startswith("torch first ") and one["began"]]
+    for one in (*again[:1], second):
+        assert one["proof"].startswith("proven: ")
+        assert one["last"] == one["began"]
+        assert one["lr"] == 1e-2 * 0.5 ** (one["began"] // 2)
+    assert again
+    entries = ckpttool.ls(done / "torch").entries
+    newest = max(entries, key=lambda one: one.rank)
+    assert (newest.step, newest.whole, newest.world_size) == (7, True, 3)
+    assert not ckpttool.verify(newest.path, deep=True).findings

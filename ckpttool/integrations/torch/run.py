@@ -56,7 +56,8 @@ class TorchRun:
             "optimizer": _classes_of(optimizer),
             "scheduler": _classes_of(scheduler),
         }
-        self._model, self._optimizer, self._scheduler, self._step = model, optimizer, scheduler, step
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._step: Any = step
         self._checked: LiveRun | None = None
 
     def asked(self, save: Save) -> dict[str, Any]:
