@@ -43,6 +43,7 @@ BENCHMARKS = {
     "merge_lora": ["--runs", "3"],
     "save": ["--ranks", "2", "--stages", "2", "3", "--parameters", "1", "10", "100", "--runs", "3", "--rounds", "2"],
     "prove": ["--runs", "7"],
+    "torch_runs": ["--runs", "5"],
     "restore": ["--rounds", "2", "--runs", "2", "--stages", "3"],
     "thin": ["--runs", "3", "--scale", "small", "--stages", "2"],
     "trainer": ["--ranks", "2", "--parameters", "100", "--runs", "3"],

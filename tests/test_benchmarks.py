@@ -26,6 +26,7 @@ RUNS = {
     "growth.py": ["--tiny", "--runs", "1"],
     "limit.py": ONCE,
     "merge_lora.py": ONCE,
+    "torch_runs.py": ["--parameters=.01", "--runs=1", "--kinds=fsdp"],
     "prove.py": ["--stages=2", "--parameters=.01", "--runs=1"],
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
