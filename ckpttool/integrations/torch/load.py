@@ -36,6 +36,7 @@ from ckpttool.integrations.torch.live import (
     type_name,
     values_of,
 )
+from ckpttool.integrations.torch.memory import empty
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
 from ckpttool.integrations.torch.schedulers import Unfit, check_loads, file_beside, has_state, state_for
@@ -454,7 +455,7 @@ def _read(
     nbytes = plan.nbytes_read
     if options.dry_run:
         return [], nbytes, None
-    memory = torch.empty(plan.files[0].nbytes, dtype=torch.uint8, device="cpu")
+    memory = empty(plan.files[0].nbytes)
     checks = checks_for(source_files(checkpoint), checkpoint, options.check)
     with Sources(source_files(checkpoint), checks) as sources:
         if rank == 0:
