@@ -89,6 +89,7 @@ def main() -> None:
     """Save and load in turn."""
     kind, parameters, runs, data = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     dist.init_process_group("gloo")
+    own = dist.new_group(backend="gloo")  # torch saves in a thread, whose collectives meet no others there
     model, optimizer = build(kind, parameters)
     inner = model.module if kind == "ddp" else model
     digests = chunks._Digests
@@ -113,7 +114,7 @@ def main() -> None:
         return kept.wait
 
     def of_torch_in_background(out: Path) -> Callable[[], object]:
-        saving: Any = dcp.async_save(state(), checkpoint_id=out)
+        saving: Any = dcp.async_save(state(), checkpoint_id=out, process_group=own)
         return lambda: saving.result()
 
     def load(source: Path, _: Path) -> None:

@@ -182,10 +182,10 @@ def prune(  # noqa: PLR0913  public API
 ) -> Decisions:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
-    Only whole native ZeRO checkpoints are removed or thinned. It always keeps the newest of them, the one that
-    ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A thin checkpoint replaces a whole one
-    when its weights have been read back and have the digest of the source. The next ``prune`` deletes the leftovers of
-    a killed one.
+    Only whole native ZeRO checkpoints and saves of torch runs are removed; the former are thinned. It always keeps
+    the newest of them, the one that ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A
+    thin checkpoint replaces a whole one when its weights have been read back and have the digest of the source. The
+    next ``prune`` deletes the leftovers of a killed one.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.

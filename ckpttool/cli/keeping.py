@@ -58,9 +58,10 @@ def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     """Delete checkpoints from the directory ROOT, or thin them, and print the reason for each.
 
-    A checkpoint that any rule keeps is not changed. These are always kept: the newest complete checkpoint, the one in
-    latest, those in the snapshot of a Ray Train run, pinned ones, torn ones without --torn (a save may be running), and
-    checkpoints that are not native ZeRO. A thin checkpoint keeps its weights, client state and configuration.
+    A checkpoint that any rule keeps is not changed. These are always kept: the newest complete checkpoint, the one
+    in latest, those in the snapshot of a Ray Train run, pinned ones, torn ones without --torn (a save may be
+    running), and checkpoints that are neither native ZeRO nor saves of a torch run. A thin checkpoint keeps its
+    weights, client state and configuration.
     """
     import ckpttool
     from ckpttool.catalog.retention import Decisions, parse_best

@@ -442,6 +442,7 @@ def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict
     """Read every entry of the state dict, and sort the entries by part."""
     paths = metadata.values.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
+    counted: dict[str, tuple[str, str, ScalarState]] = {}
     for fqn, value in metadata.get("state_dict_metadata", dict).items():
         if not isinstance(fqn, str):
             raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
@@ -460,6 +461,12 @@ def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict
             (result.options if flat else result.groups).setdefault(_group_key(keys, flat=flat), {})[keys[-1]] = read
         else:
             result.objects[fqn] = read
+            if len(keys) >= 3 and keys[-3] == "state" and isinstance(read, bool | int | float):
+                counted[fqn] = keys[-2], keys[-1], ScalarState(read, None)
+    for fqn, (name, key, number) in counted.items():
+        if name in result.weights:  # else it is of a scheduler, or of the user
+            result.numbers.setdefault(name, {})[key] = number
+            del result.objects[fqn]
 
 
 def _add_tensor(

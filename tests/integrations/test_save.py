@@ -458,3 +458,61 @@ def test_a_damaged_record_of_names_leads_to_the_save_before(at: int, tmp_path: P
     file.write_bytes(data)
     assert manager.restore(net, optimizer=optimizer) == {}
     assert float(net.unused.detach()[0]) == 1.0
+
+
+class Counted(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed
+    """An optimizer that counts its steps in a Python number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Take a step with momentum."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state.setdefault("step", 0)
+                state.setdefault("momentum", torch.zeros_like(parameter))
+                state["step"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.data.add_(state["momentum"], alpha=-group["lr"] / state["step"])
+
+
+def test_steps_that_are_numbers_of_python_are_restored(tmp_path: Path) -> None:
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = Small()
+        runs.append((net, Counted(net.parameters())))
+    _steps(*runs[0], range(2))
+    ckpttool.CheckpointManager(tmp_path).save(runs[0][0], optimizer=runs[0][1], step=2)
+    _restored(tmp_path, *runs[1])
+    found = runs[1][1].state[runs[1][0].scalar]["step"]
+    assert (found, type(found)) == (2, int)
+    for run in runs:
+        _steps(*run, range(2, 4))
+    assert _same_weights(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize("option", [torch.arange(3), {"a": torch.ones(2)}, [torch.ones(2)], (torch.ones(1), 0.5)])
+def test_options_with_tensors_of_many_elements_are_refused(option: Any, tmp_path: Path) -> None:
+    net = Small()
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.param_groups[0]["extra"] = option
+    with refused(ckpttool.ArgumentError):
+        ckpttool.CheckpointManager(tmp_path).save(net, optimizer=optimizer, step=1)
+
+
+def test_an_option_of_another_form_changes_nothing(tmp_path: Path) -> None:
+    saved, run = ((net, torch.optim.AdamW(net.parameters())) for net in (Small(), Small()))
+    for one in (saved, run):
+        _steps(*one, range(1))
+    saved[1].param_groups[0]["extra"] = None
+    ckpttool.CheckpointManager(tmp_path).save(saved[0], optimizer=saved[1], step=1)
+    run[1].param_groups[0]["extra"] = torch.tensor(1.0)
+    before = [parameter.clone() for parameter in run[0].parameters()]
+    with refused(ckpttool.PlanError):
+        ckpttool.CheckpointManager(tmp_path).restore(run[0], optimizer=run[1])
+    assert all(map(torch.equal, before, run[0].parameters()))

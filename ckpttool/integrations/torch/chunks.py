@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -40,7 +41,7 @@ from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, metadata
 from ckpttool.targets.torch import storage_ref, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -94,12 +95,24 @@ def check_saved(run: LiveRun) -> None:
     if run.named.others:
         problem = "is in the state dict of the model, but is neither a parameter nor a buffer"
         raise ArgumentError(run.named.others[0], problem, "remove the hook, or the extra state, that adds it")
-    for owner, group in run.groups:
+    names = run.named.names
+    for number, (owner, group) in enumerate(run.groups):
         run.trained(group)  # raises for parameters that the model lacks
+        for option, value in group.items():
+            _check_option(option, value, number)
         for parameter in group["params"]:
-            name = run.named.names.get(id(parameter), "")
+            name = names.get(id(parameter), "")
             for key, value in owner.state.get(parameter, {}).items():
                 _check_state(key, value, name, parameter)
+
+
+def _check_option(option: str, value: Any, number: int) -> None:
+    """Check that an option of a group is read again: plain data, with tensors of one number."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+    held = [one for one in inner if isinstance(one, torch.Tensor)] if option != "params" else []
+    if (isinstance(value, Mapping) and held) or any(one.dim() for one in held):
+        problem = f"has the option {option} of group {number} with a tensor that is not one number"
+        raise ArgumentError("optimizer", problem, "save it in client_state, and leave it out of the groups")
 
 
 def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:

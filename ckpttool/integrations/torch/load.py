@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from ckpttool.containers.values import Opaque
+from ckpttool.containers.values import Opaque, TensorRef, walk
 from ckpttool.dtypes import BY_TORCH_NAME, castable
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.checks import checks_for
@@ -252,6 +252,9 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
+        new = [*map(_options, fitted.checkpoint.groups, run_state["options"], known)]
+        for (_, group), own_options in zip(run.groups, new, strict=True):
+            _check_options(checkpoint, group, own_options)
         return PreparedRun(
             checkpoint=checkpoint,
             fitted=fitted,
@@ -261,7 +264,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             client_state=run_state["client_state"],
             scheduler=scheduler,
             reordered=places != [*range(len(checkpoint.groups))],
-            options=[*map(_options, fitted.checkpoint.groups, run_state["options"], known)],
+            options=new,
             rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
             rank_states=() if options.weights_only else of_ranks,
             notes=tuple(notes),
@@ -333,6 +336,25 @@ def _options(saved: ParamGroup, objects: Mapping[str, Any], known: set[str]) -> 
     if STEP in known and STEP not in found and STEP in saved.scalars:  # some optimizers count in their groups
         found[STEP] = saved.scalars[STEP].value
     return {key: value for key, value in found.items() if key in (known | OF_SCHEDULERS) - OF_THE_RUN}
+
+
+def _check_options(checkpoint: Checkpoint, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Check that the saved options can be set, before the run changes.
+
+    Raises:
+        PlanError: One has another form than in the run, or a tensor that is not read.
+    """
+    for key, value in saved.items():
+        own = group.get(key)
+        several = isinstance(own, list | tuple) and any(isinstance(one, torch.Tensor) for one in own)
+        live = [*own] if own is not None and several else [own]
+        found = [*value] if several and isinstance(value, list | tuple) else [value]
+        fits = len(live) == len(found) and all(
+            isinstance(new, int | float) for old, new in zip(live, found, strict=True) if isinstance(old, torch.Tensor)
+        )
+        if not fits or any(isinstance(one, TensorRef) for one in walk([value])):
+            problem = f"has the option {key} of a group in another form than the run, or with a tensor of many elements"
+            raise PlanError(checkpoint.location, problem, REBUILD)
 
 
 def _weights(run: LiveRun, fitted: Fitted) -> Iterator[_Wanted]:
