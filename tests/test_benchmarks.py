@@ -46,6 +46,7 @@ PARTS = {
     "make_checkpoint.py",
     "make_fsdp2.py",
     "prove_rank.py",
+    "torch_runs_rank.py",
     "restore_rank.py",
     "save_rank.py",
     "trainer_rank.py",
