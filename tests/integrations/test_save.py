@@ -10,6 +10,11 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.request import Save
+from ckpttool.integrations.torch import chunks
+from ckpttool.integrations.torch.live_run import torch_run
+from ckpttool.saving.files import HostPayload
 from tests import sampling
 from tests.forked import each_on_ranks
 from tests.integrations.test_load import MESHES, _held, _wrapped
@@ -516,3 +521,25 @@ def test_an_option_of_another_form_changes_nothing(tmp_path: Path) -> None:
     with refused(ckpttool.PlanError):
         ckpttool.CheckpointManager(tmp_path).restore(run[0], optimizer=run[1])
     assert all(map(torch.equal, before, run[0].parameters()))
+
+
+def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path) -> None:
+    net = Small()
+    save = Save()
+    found = chunks.described(torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path))
+    before = [piece.digest() for piece in found.state.pieces]
+    held: dict[int | None, Any] = {
+        0: HostPayload(memoryview(bytearray(found.state.pieces[0].tensor.numpy().tobytes())))
+    }
+    digests = chunks._Digests(found.state, held, in_background=True)
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 9.0)
+    assert [digest() for digest in digests._digests] == before
+
+
+def test_parts_that_do_not_fill_a_tensor_are_refused_before_the_first_byte(tmp_path: Path) -> None:
+    found = chunks.described(torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path))
+    entry = next(one for one in found.entries if one.path[-1] == "last.weight")
+    half = chunks.DcpIndex([entry._replace(tensor=entry.tensor[:, :1])], 0, str(tmp_path))
+    with refused(ckpttool.CkptError):
+        half.share([half.parts()] * 2)
