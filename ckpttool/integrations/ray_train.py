@@ -297,8 +297,8 @@ class RayTrainCheckpoints:
         options = LoadOptions(
             strict=strict,
             weights_only=weights_only,
-            optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
-            scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
+            optimizer=optimizer,
+            scheduler=scheduler,
             prove=prove,
             allow=tuple(self._allow),
             committed=require_committed,

@@ -543,3 +543,24 @@ def test_parts_that_do_not_fill_a_tensor_are_refused_before_the_first_byte(tmp_p
     half = chunks.DcpIndex([entry._replace(tensor=entry.tensor[:, :1])], 0, str(tmp_path))
     with refused(ckpttool.CkptError):
         half.share([half.parts()] * 2)
+
+
+class Epoch:
+    """A class of the user's, which a restore builds only with ``allow``."""
+
+    number = 3
+
+
+def test_weights_are_restored_beside_objects_of_unknown_classes(tmp_path: Path) -> None:
+    net = Small()
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler.note = Epoch()
+    manager = ckpttool.CheckpointManager(tmp_path)
+    manager.save(net, optimizer=optimizer, scheduler=scheduler, step=1, client_state={"n": 1})
+    with refused(ckpttool.CkptError):
+        manager.restore(net, optimizer=optimizer, scheduler=scheduler)
+    assert manager.restore(net, optimizer=optimizer, scheduler=False) == {"n": 1}
+    assert manager.restore(net, weights_only=True) == {"n": 1}
+    manager.save(net, optimizer=optimizer, step=2, client_state={"epoch": Epoch()})
+    assert manager.restore(net, weights_only=True) == {}

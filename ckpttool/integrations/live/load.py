@@ -97,8 +97,8 @@ def load(  # noqa: PLR0913  public API
     options = LoadOptions(
         strict=strict,
         weights_only=weights_only,
-        optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
-        scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
+        optimizer=optimizer,
+        scheduler=scheduler,
         dry_run=dry_run,
         memory=memory,
         check=check,

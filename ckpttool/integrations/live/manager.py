@@ -348,8 +348,8 @@ class CheckpointManager:
         options = LoadOptions(
             strict=strict,
             weights_only=weights_only,
-            optimizer=bool(optimizer) if isinstance(optimizer, int) else True,
-            scheduler=bool(scheduler) if isinstance(scheduler, int) else True,
+            optimizer=optimizer,
+            scheduler=scheduler,
             dry_run=dry_run,
             prove=prove,
             allow=self._allow,

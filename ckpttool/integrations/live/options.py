@@ -30,8 +30,10 @@ class LoadOptions:
 
     strict: bool = True
     weights_only: bool = False
-    optimizer: bool = True
-    scheduler: bool = True
+    optimizer: Any = True
+    """Whether to restore the optimizer; the optimizer of a torch run counts as True."""
+    scheduler: Any = True
+    """Whether to restore the scheduler; the scheduler of a torch run counts as True."""
     dry_run: bool = False
     memory: int | str | None = None
     check: Check = "read"
@@ -46,12 +48,10 @@ class LoadOptions:
     """Whether a restore refuses manifests that are not signed with the manager's key."""
 
     def __post_init__(self) -> None:
-        """Check the options that other functions take as objects.
-
-        Raises:
-            ArgumentError: An option is an optimizer or a scheduler.
-        """
-        check_switches(optimizer=self.optimizer, scheduler=self.scheduler)
+        """Replace the optimizer and the scheduler of a torch run by True: they are restored."""
+        for name in ("optimizer", "scheduler"):
+            given: object = getattr(self, name)
+            object.__setattr__(self, name, bool(given) if isinstance(given, int) else True)
 
     @property
     def without_optimizer(self) -> bool:

@@ -27,7 +27,7 @@ class Ready(NamedTuple):
 
     request: Request
     live: Any
-    """What ``Run.capture`` saves."""
+    """The state that ``Run.capture`` saves."""
     own_files: Mapping[str, Any]
     """Content of the file of the rank state, by its name; empty without one."""
 
@@ -52,7 +52,7 @@ class Captured:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """What a manager keeps of a run from one save to the next."""
+    """Objects of a run that a manager reuses in the next save."""
 
     scratch_root: str | None
     """A directory on the disk of the checkpoints; None if they are remote."""
@@ -61,7 +61,7 @@ class Kept:
     checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """The engines with a save that was found to be restorable."""
     warned: bool = False
-    """Whether the user was warned of gradients, which no checkpoint has."""
+    """Whether the user was warned that gradients are not saved."""
     memory: dict[str, HostMemory] = field(default_factory=dict)
     """Buffers for copies of the state, by name of the engine."""
 
@@ -85,7 +85,7 @@ class Run(Protocol):
     objects: Mapping[str, Any]
     """The engines by name, or the model under ""."""
     kind: dict[str, Any]
-    """What must be the same on all ranks in every call: JSON data."""
+    """Facts that are the same on all ranks in every call: JSON data."""
     without_thinning: str
     """"several engines" or "a torch run", whose checkpoints the rules of a manager cannot thin; "" if they can."""
 
@@ -107,7 +107,7 @@ class Run(Protocol):
             ready: As ``ready`` returned it, with the tag of all ranks.
             save: The arguments.
             ranks: The ranks of the run.
-            kept: What the manager keeps of it.
+            kept: Objects of earlier saves.
             directory: Directory of the checkpoint.
 
         Raises:

@@ -10,6 +10,7 @@ and nesting) and filesystem.py (``FileSystemWriter``: names of the files).
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import logging
@@ -78,7 +79,7 @@ class Entry(NamedTuple):
     piece: int | None
     """Index of the part in ``LiveState.pieces``; None for a number."""
     one_writer: bool
-    """Whether the first of the ranks that have it writes it: each may have its own values."""
+    """True for a buffer or a number: ranks may have different values, and the lowest rank writes its own."""
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +165,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         ready: The save.
         save: Its arguments.
         ranks: The ranks of the run.
-        kept: What the manager keeps of the run.
+        kept: Objects of earlier saves.
         directory: Directory of the checkpoint, for errors.
 
     Raises:
@@ -178,11 +179,11 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     files = CapturedFiles()
     on_device = any(entry.tensor.device.type != "cpu" for entry in found.entries)
     memory = kept.host_memory("", on_device=on_device)
-    mine = _written(found.entries, shared, ranks.rank)
-    contents = dict(ready.own_files)
-    if ranks.rank == 0:
-        contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size)
+    mine = _own_share(found.entries, shared, ranks.rank)
     try:
+        contents = dict(ready.own_files)
+        if ranks.rank == 0:
+            contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size)
         if memory is not None:
             memory.begin()
         storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}
@@ -207,6 +208,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         LOG.exception("the state of this rank could not be captured")
         problem = f"could not be captured: {type(error).__name__}: {error}"
         files.failed = PlanError(directory, problem, "see the log of that rank")
+        if memory is not None:
+            with contextlib.suppress(RuntimeError):  # the device itself may have failed
+                memory.settle()
         return Captured(files, {"": None}, found.index)
     return Captured(files, {"": digests}, found.index)
 
@@ -307,7 +311,7 @@ def _objects(run: LiveRun) -> Iterator[tuple[Path, Any]]:
 # ---------------------------------------------------------------------------------------------------------- shares
 
 
-def _written(entries: Sequence[Entry], shared: Mapping[str, Any], rank: int) -> list[int]:
+def _own_share(entries: Sequence[Entry], shared: Mapping[str, Any], rank: int) -> list[int]:
     """Return the indexes of the entries whose part this rank writes.
 
     Ranks with the same parts divide them, the largest first, each to the rank that has the fewest bytes so far.
@@ -353,7 +357,7 @@ class DcpIndex:
         self._aliases: Mapping[str, str] = {}
         self._metadata = b""
         self.own = ""
-        """Which entries this rank writes, and where in its file."""
+        """The entries that this rank writes, each with its first byte and its size in the file."""
 
     def parts(self) -> dict[str, str]:
         """Return the parts that this rank has; the names are the same text on all ranks."""

@@ -1,4 +1,4 @@
-"""What a torch run consists of on this rank: the tensors of its model, its optimizers and its scheduler."""
+"""A torch run on this rank: the tensors of its model, its optimizers and its scheduler."""
 
 from __future__ import annotations
 

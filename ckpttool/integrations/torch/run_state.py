@@ -37,8 +37,6 @@ def read_run_state(
     Raises:
         CkptError: They contain objects of a class that ``allow`` does not name, or reading failed.
     """
-    if RUN_STATE in (names := [file.name for file in checkpoint.files]) and not checkpoint.thin:
-        return _of_torch_run(checkpoint, names.index(RUN_STATE), options, more or {})
     client_state = checkpoint.client_state
     scheduler = None if options.weights_only or not options.scheduler else checkpoint.scheduler
     unknown = unknown_classes([client_state, scheduler, more], options.allow)
@@ -46,32 +44,33 @@ def read_run_state(
         client_state = {}
     elif unknown:
         raise unknown_class(checkpoint.location, unknown[0])
-    return _built(checkpoint, {"client_state": client_state, "scheduler": scheduler, **(more or {})}, options)
+    values = {"client_state": client_state, "scheduler": scheduler, **(more or {})}
+    if options.dry_run:
+        return values
+    names = [file.name for file in checkpoint.files]
+    whole = (checkpoint.client_state, checkpoint.scheduler)
+    if RUN_STATE in names and not checkpoint.thin and not unknown_classes([*whole], options.allow):
+        content = _content(checkpoint, names.index(RUN_STATE), options)
+        values |= {"client_state": content["client_state"]}
+        values |= {} if scheduler is None else {"scheduler": content["lr_scheduler"]}
+        return {**values, **(_built(checkpoint, more, options) if more else {})}
+    return _built(checkpoint, values, options)
 
 
-def _of_torch_run(
-    checkpoint: Checkpoint, index: int, options: LoadOptions, more: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Return the same of a save of a torch run, which has them in a file of their own."""
-    if unknown := unknown_classes(more, options.allow):
-        raise unknown_class(checkpoint.location, unknown[0])
-    found = {"client_state": checkpoint.client_state, "scheduler": checkpoint.scheduler}
-    if not options.dry_run:
-        files = source_files(checkpoint)
-        with Sources(files, checks_for(files, checkpoint, options.check)) as sources:
-            content = read_objects(StoredFile(sources[index], memory=options.memory_bytes), options.allow)
-            sources.finish_checks()
-            sources.check_unchanged()
-        found = {"client_state": content["client_state"], "scheduler": content["lr_scheduler"]}
-    if options.weights_only or not options.scheduler:
-        found["scheduler"] = None
-    return {**found, **(_built(checkpoint, more, options) if more else {})}
+def _content(checkpoint: Checkpoint, index: int, options: LoadOptions) -> Mapping[str, Any]:
+    """Return the content of the file that a save of a torch run has for the state beside its tensors."""
+    files = source_files(checkpoint)
+    with Sources(files, checks_for(files, checkpoint, options.check)) as sources:
+        content: Mapping[str, Any] = read_objects(
+            StoredFile(sources[index], memory=options.memory_bytes), options.allow
+        )
+        sources.finish_checks()
+        sources.check_unchanged()
+    return content
 
 
 def _built(checkpoint: Checkpoint, values: Mapping[str, Any], options: LoadOptions) -> Mapping[str, Any]:
     """Return values of a checkpoint with the objects in them, and the elements of their tensors."""
-    if options.dry_run:
-        return values
     builder = CopyBuilder(checkpoint)
     file = TorchFileBuilder("run_state.pt", builder)
     target = file.build({name: copy_embedded(file, checkpoint, value) for name, value in values.items()})
