@@ -564,3 +564,20 @@ def test_weights_are_restored_beside_objects_of_unknown_classes(tmp_path: Path) 
     assert manager.restore(net, weights_only=True) == {"n": 1}
     manager.save(net, optimizer=optimizer, step=2, client_state={"epoch": Epoch()})
     assert manager.restore(net, weights_only=True) == {}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_digests_are_taken_at_the_call_of_a_background_save(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+    taking = chunks._Digests
+
+    def noted(*given: Any, in_background: bool) -> Any:
+        made.append(in_background)
+        return taking(*given, in_background=in_background)
+
+    monkeypatch.setattr(chunks, "_Digests", noted)
+    with ckpttool.CheckpointManager(tmp_path, async_save=in_background) as manager:
+        manager.save(Small(), optimizer=False, step=1)
+    assert made == [in_background]
