@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpttool.messages import printable
@@ -35,6 +35,8 @@ class Table:
     """Headings of texts, which wrap at words."""
     rare: Sequence[str] = ()
     """Headings of the columns to leave out where the table is too wide, the first of them first."""
+    most: int | None = None
+    """Rows that a terminal shows; None: all."""
 
     def lines(self) -> list[str]:
         """Return the lines of the whole table."""
@@ -60,6 +62,10 @@ class Table:
         names = [n for n, name in enumerate(kept) if table._is_name(name)]
         less = len(kept) < len(self.columns) or any(fitting[n] < full[n] for n in names)
         return table._drawn(fitting, measure), less
+
+    def head(self) -> Table:
+        """Return the rows that a terminal shows."""
+        return replace(self, rows=self.rows[: self.most])
 
     def html(self) -> str:
         """Return the table as HTML."""

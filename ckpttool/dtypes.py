@@ -60,6 +60,9 @@ TRAINING_DTYPES: dict[str, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 SHORT_NAMES: dict[str, str] = {name: short for short, name in TRAINING_DTYPES.items()}
 """Short names by names in safetensors."""
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float64": "fp64"}
+"""Short names by names in the torch module."""
+
 _FROM_ML_DTYPES = {"BF16", "F8_E4M3", "F8_E5M2"}
 _STRUCT_CODES = {
     "F64": "d",
@@ -76,6 +79,11 @@ _STRUCT_CODES = {
     "BOOL": "?",
 }
 """Codes of the struct module, for the types that it knows."""
+
+
+def short_name(dtype: Any) -> Any:
+    """Return the short name of torch's types and of their names: "bf16" for "bfloat16"; other values unchanged."""
+    return _SHORT.get(str(dtype).removeprefix("torch."), dtype)
 
 
 def itemsize(name: str) -> int:

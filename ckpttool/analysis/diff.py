@@ -39,6 +39,8 @@ OTHERS = "steps, hyper-parameters, scheduler, loss scale and client state"
 """The values that are compared besides tensors."""
 NUMBERS = (int, float, TensorInteger, TensorFloat)
 SEQUENCES = (list, tuple)
+MAX_ROWS = 30
+"""Rows of a table that a terminal shows."""
 MAX_DEPTH = 100
 """Maximum number of containers around a value that is compared."""
 MAX_VALUES = 1_000_000
@@ -132,11 +134,12 @@ class DiffReport(Shown):
                 rows,
                 right=right,
                 whole=["differs in", "a", "b"],
-                rare=["max rel", "b", "a"],
+                rare=["max rel", "b", "a"] if any(d.kind == "shape" for d in different) else ["b", "a", "max rel"],
+                most=MAX_ROWS,
             )
         if self.others:
             rows = [(o.name, o.a or "-", o.b or "-") for o in self.others]
-            yield Table(["value", "a", "b"], rows, prose=["value", "a", "b"])
+            yield Table(["value", "a", "b"], rows, prose=["value", "a", "b"], most=MAX_ROWS)
         for note in self.notes:
             yield Line(f"note: {note}", color="yellow")
         retyped = sum(1 for d in self.tensors if d.kind == "equal" and d.dtypes[0] != d.dtypes[1])

@@ -35,8 +35,10 @@ CHUNK_ELEMENTS = 1 << 18
 """Elements that are reduced at once: they fit into the cache."""
 SKETCH_COLUMNS = 16
 """Characters of the small histogram in a row."""
-RARE = ["norm", "zeros", "type", "mean", "max", "min"]
-"""The columns that a narrow terminal lacks, the first of them first."""
+COUNTS = ["NaN", "inf"]
+"""Counts of values that are not finite."""
+RARE = ["zeros", "type", "elements", "mean", "norm", "max", "min"]
+"""The columns that a narrow terminal lacks, the first of them first; the counts before the others if all are 0."""
 BARS = " ▁▂▃▄▅▆▇█"
 """Characters of rising height."""
 
@@ -208,8 +210,9 @@ def table(found: Sequence[TensorStats], *, sketches: bool) -> Iterator[Block]:
     if sketches:
         columns.append("min to max")
         rows = [(*row, _sketch(t)) for row, t in zip(rows, found, strict=True)]
-    yield Table(columns, rows, right=numbers, whole=["type", "min to max"], rare=RARE)
     odd = [t.name for t in found if t.nan or t.inf]
+    rare = RARE if odd else [*COUNTS, *RARE]
+    yield Table(columns, rows, right=numbers, whole=["type", "min to max"], rare=rare)
     if odd:
         yield Line(f"{len(odd)} tensors have values that are not finite", color="red")
 

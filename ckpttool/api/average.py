@@ -10,7 +10,7 @@ from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
 from ckpttool.blocks import Shown, Table
-from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
@@ -269,7 +269,17 @@ def average(  # noqa: PLR0913  public API
     )
     numbers = None if weights is None else tuple(map(float, weights))
     request = _Request(
-        to, numbers, ema, schedule, accumulate, dtype, max_shard_size, include, exclude, world_size, stage
+        to,
+        numbers,
+        ema,
+        schedule,
+        short_name(accumulate),
+        short_name(dtype),
+        max_shard_size,
+        include,
+        exclude,
+        world_size,
+        stage,
     )
     return _average(src, checked_path("out", out), request, options)
 

@@ -10,6 +10,7 @@ from ckpttool.api.merging import merged_source
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
+from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.targets.rename_map import read_rename_map
@@ -178,7 +179,7 @@ def consolidate(  # noqa: PLR0913  public API
     )
     chosen = WeightChoice(
         to,
-        dtype,
+        short_name(dtype),
         weights_from,
         max_shard_size,
         include,

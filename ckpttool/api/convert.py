@@ -12,7 +12,7 @@ from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import check_at_least, check_choice, checked_path
 from ckpttool.blocks import Shown
-from ckpttool.dtypes import TRAINING_DTYPES
+from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.formats.dcp import METADATA
@@ -234,7 +234,7 @@ def convert(  # noqa: PLR0913  public API
         sub_group_size,
         round_robin,
         expert_parallel,
-        dtype,
+        short_name(dtype),
         None if buffers is None else tuple(buffers),
         layout,
         mesh,

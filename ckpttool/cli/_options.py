@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
 from ckpttool.units import parse_duration, parse_size
@@ -59,8 +60,7 @@ class Dtype(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the short name; fail as wrong usage."""
-        short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "half": "fp16"}
-        return super().convert(short.get(str(value).removeprefix("torch."), value), param, ctx)
+        return super().convert(short_name(value), param, ctx)
 
 
 class Command(click.Command):

@@ -55,18 +55,21 @@ def print_blocks(blocks: Iterable[Block]) -> None:
 
 def _print_table(table: Table) -> None:
     """Print a table: whole into a file or pipe and with ``--wide``, else in the width of the terminal."""
-    width, less = terminal_width(), False
+    width, less = terminal_width(), []
     if width and not is_wide():
         from rich.cells import cell_len  # only terminals need it
 
-        lines, less = table.fitted(width, cell_len)
+        shown = table.head()
+        lines, shortened = shown.fitted(width, cell_len)
+        less += [f"first {len(shown.rows)} of {len(table.rows):,} rows"] if len(shown.rows) < len(table.rows) else []
+        less += [f"shortened to {width} columns"] if shortened else []
     else:
         lines = table.lines()
     if is_colored():
         lines[0] = click.style(lines[0], bold=True)
     _print("".join(f"{line}\n" for line in lines))
     if less:
-        print_line(f"shortened to {width} columns; --wide prints all", color="bright_black")
+        print_line(f"{', '.join(less)}; --wide prints all", color="bright_black")
 
 
 def _print_facts(facts: Facts) -> None:

@@ -237,18 +237,16 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
     Stage, number of ranks and file format do not change them. Reads every value once.
     """
     import ckpttool
-    from ckpttool.blocks import Table
     from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.model.state_digest import tensor_table
 
     with progress_bar("digest") as progress:
         found = ckpttool.digest(src, progress=progress, **options.chosen(given))
-    each = {key: {name: str(one) for name, one in own.items()} for key, own in found.tensors.items()}
     if as_json:
+        each = {key: {name: str(one) for name, one in own.items()} for key, own in found.tensors.items()}
         print_json({"weights": found.weights, "optimizer": found.optimizer, "tensors": each})
     elif view:
-        rows = [[name, key, *text.split()] for key, own in each.items() for name, text in own.items()]
-        columns = ["tensor", "state", "type", "shape", "digest"]
-        print_blocks([Table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])])
+        print_blocks([tensor_table(found.tensors)])
     else:
         print_blocks(found.blocks())
 

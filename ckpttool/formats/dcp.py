@@ -29,6 +29,7 @@ from ckpttool.messages import brief
 from ckpttool.model import (
     Checkpoint,
     CheckpointFile,
+    Parameter,
     ScalarState,
     State,
     Topology,
@@ -404,7 +405,35 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
     elif unknown and entries.weights and not entries.flattened:
         problem = f"holds optimizer states of {brief(unknown[0], 200)}, but the model has no such parameter"
         raise LayoutError(path, problem, "two saves of different models are mixed: restore it from a copy")
-    return entries.to_checkpoint(storage, location, "dcp", path, Topology(data_parallel=ranks), tuple(files))
+    made = entries.to_checkpoint(storage, location, "dcp", path, Topology(data_parallel=ranks), tuple(files))
+    return made if kinds is not None else replace(made, remarks=(*made.remarks, *_possible_ties(made)))
+
+
+def _possible_ties(checkpoint: Checkpoint) -> list[str]:
+    """Return a remark on each parameter without states that has the checksums of a trained one: it may be tied to it.
+
+    Source: torch 2.13, distributed/checkpoint (a tied tensor is written once for each name, in chunks of its own).
+    """
+    trained = [p for p in checkpoint.parameters if not p.frozen]
+    shapes = {p.shape for p in trained}
+    # One-dimensional ones are often equal by chance: all 0 or all 1.
+    frozen = [p for p in checkpoint.parameters if p.frozen and p.shape in shapes and len(p.shape) > 1]
+    if not frozen:
+        return []
+    sums = [{r.where.start: r.crc32 for r in f.records if r.crc_recorded and r.where.nbytes} for f in checkpoint.files]
+
+    def content(parameter: Parameter) -> tuple[Any, ...]:
+        rows = checkpoint.weights(parameter).extents
+        places = ((int(row["file"]), int(row["offset"])) for row in rows)
+        chunks = zip(rows["start"].tolist(), rows["numel"].tolist(), places, strict=True)
+        return tuple((start, numel, sums[file].get(offset, (file, offset))) for start, numel, (file, offset) in chunks)
+
+    same = {content(p): p.name for p in trained if p.shape in {one.shape for one in frozen}}
+    return [
+        f"{p.name} has no states and the bytes of {same[content(p)]}: it counts as frozen, or the model ties them"
+        for p in frozen
+        if content(p) in same
+    ]
 
 
 def _leave_out(entries: StateDict, location: Location) -> None:

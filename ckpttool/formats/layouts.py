@@ -378,18 +378,16 @@ class Place:
             if is_named(one.tag, OWN_OF_RAY) or self.storage.exists(posixpath.join(one.path, METRICS_OF_RAY))
         ]
 
-    @property
-    def newest_of_ray(self) -> list[str]:
-        """The newest commit in a run directory of Ray Train, and the newest checkpoint saved without ckpttool."""
-        own = [one for one in self.found if is_named(one.tag, OWN_OF_RAY)]
-        numbers = [
-            (c.manifest.number, one.tag) for one in own for c in scan(one.storage, one.path, depth=1) if c.manifest
-        ]
-        names = [
-            max(numbers, default=(0, ""))[1],
-            max((o.tag for o in self.found if is_named(o.tag, RAY)), default=""),
-        ]
-        return [posixpath.join(self.path, name) for name in names if name]
+    @cached_property
+    def of_ray(self) -> list[list[str]]:
+        """The checkpoints in a run directory of Ray Train, newest first: ckpttool's, and those saved without ckpttool.
+
+        Neither list is empty. The two have no common order.
+        """
+        own = [(_number_of_ray(one), one.tag) for one in self.found if is_named(one.tag, OWN_OF_RAY)]
+        others = [one.tag for one in self.found if is_named(one.tag, RAY)]
+        lists = [tag for _, tag in sorted(own, reverse=True)], sorted(others, reverse=True)
+        return [[posixpath.join(self.path, tag) for tag in tags] for tags in lists if tags]
 
     @property
     def runs(self) -> list[str]:
@@ -499,6 +497,13 @@ def trainer_folders(found: Iterable[Found], *layouts: RunLayout) -> list[Found]:
         (step, one) for one in found if (step := step_in(one.tag, *(layouts or (TRAINER, ACCELERATE)))) is not None
     ]
     return [one for _, one in sorted(steps, key=lambda pair: (pair[0], pair[1].tag), reverse=True)]
+
+
+def _number_of_ray(one: Found) -> int:
+    """Return the number of a commit in a run of Ray Train, by its manifest or else by its name; 0 if it is unknown."""
+    numbers = [found.manifest.number for found in scan(one.storage, one.path, depth=1) if found.manifest]
+    named = re.fullmatch(OWN_OF_RAY.pattern, one.tag)
+    return max(numbers, default=int(((named and named[2]) or "_0")[1:]))
 
 
 def is_name(tag: str) -> bool:

@@ -116,7 +116,7 @@ def locate(here: Place, tag: str | None) -> Location:
         refuse_several(here)
     tag = _tag_in(here) if tag is None else tag
     if not here.has_tag(tag):
-        raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(here.tags, tag))
+        raise LayoutError(src, f"holds no checkpoint of tag {brief(tag, 200)}", *_choose(here, tag))
     directory = posixpath.join(src, tag)
     if storage.exists(posixpath.join(directory, MANIFEST)) and not has_files_of_tag(storage.listing(directory)):
         return locate(Place(storage, directory), None)  # raises: it contains several engines
@@ -154,15 +154,15 @@ def _tag_in(root: Place) -> str:
     """
     if root.pointer is None:
         if len(root.tags) > 1:
-            raise LayoutError(root.path, f"holds {len(root.tags)} checkpoints and no latest", *_choose(root.tags))
+            raise LayoutError(root.path, f"holds {len(root.tags)} checkpoints and no latest", *_choose(root))
         return root.tags[0]
     path, tag, error = root.pointer
     if error is not None:
         raise error
     if not is_name(tag):
-        raise LayoutError(path, "does not name a tag", *_choose(root.tags))
+        raise LayoutError(path, "does not name a tag", *_choose(root))
     if not root.has_tag(tag):
-        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root.tags))
+        raise LayoutError(path, f"names {brief(tag, 200)}, which is not there", *_choose(root))
     return tag
 
 
@@ -295,7 +295,8 @@ def _several(path: str, directories: Sequence[str]) -> SeveralModelsError:
 
 
 def _inside(here: Place, nested: Sequence[str]) -> str:
-    if newest := here.newest_of_ray:
+    if here.of_ray:
+        newest = [each[0] for each in here.of_ray]
         return f"pass the newest checkpoint of the run: {' or, saved without ckpttool, '.join(newest)}"
     if runs := here.runs:
         return f"pass a run below it: {', '.join(runs[:MAX_RUNS])}"
@@ -315,7 +316,10 @@ def _similar_path(missing: Place) -> str:
     return ""
 
 
-def _choose(tags: list[str], meant: str = "") -> tuple[str, tuple[str, ...]]:
-    if not tags:
+def _choose(root: Place, meant: str = "") -> tuple[str, tuple[str, ...]]:
+    """Return a hint at the tags of a root, without unfinished saves and directories set aside as damaged."""
+    if not root.tags:
         return "the root contains no checkpoint of DeepSpeed or ckpttool", ()
+    finished = {one.tag for one in root.found if one.is_tag and not one.marked and not one.damaged}
+    tags = [tag for tag in root.tags if tag in finished] or root.tags
     return f"{similar(meant, tags)}choose one with tag: {', '.join(tags)}", ("tag",)

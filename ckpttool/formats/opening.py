@@ -179,13 +179,21 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     return replace(found, remarks=(*found.remarks, LIVE_ORDER))
 
 
-def _whole_beside(storage: Storage, path: str, tag: str | None) -> str:
-    """Return the last of the few newest tags of a root that is whole, if ``latest`` chose another; else ""."""
+def _whole_beside(storage: Storage, path: str, tag: str | None) -> str | None:
+    """Return the last of the few newest tags of a root that is whole and was not chosen.
+
+    Returns:
+        "" if no such tag is whole, or the caller chose a tag or its directory; None without another tag.
+    """
     try:
         here = Place(storage, path.rstrip("/") or path)
+        if here.kind == TAG:  # not its ``saved``: they open checkpoints, also this one
+            return "" if Place(storage, parent(here.path)).tags != [here.name] else None
+        others = [one.tag for one in here.saved if one.tag != (tag or here.newest) and not one.link]
+        if not others or (here.pointer is None and len(others) == 1):
+            return None
         if tag is not None or here.kind != ROOT:
             return ""
-        others = [one.tag for one in here.saved if one.tag != here.newest and not one.link]
         tags = sorted(others, key=natural_order, reverse=True)
         return next((one for one in tags[:MAX_TRIED] if is_whole(storage, posixpath.join(path, one))), "")
     except CkptError:
@@ -359,7 +367,11 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
     if here.kind not in {RUN, OTHER}:
         return None
     if tag is None and here.trainers:
-        return _newest_whole(here, accepted)
+        folders = [one.path for one in trainer_folders(here.found, TRAINER)]
+        return _newest_whole(here, here.trainers, folders, accepted)
+    of_ray = here.of_ray if tag is None else []
+    if len(of_ray) == 1 and (newest := _newest_whole(here, of_ray[0], of_ray[0], accepted)) is not None:
+        return newest
     found = _read_unmarked(here.storage, here.path) if tag is None else None
     if found is None and (inner := inner_directory(here, tag)) is not None:
         opened = _open([inner], here.storage, None, report, accepted)
@@ -378,15 +390,22 @@ def _passed(here: Place, inner: str) -> list[str]:
     return [f"{posixpath.join(here.path, name)}: is not complete; {step} was opened instead" for name in later]
 
 
-def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
-    """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer.
+def _newest_whole(
+    here: Place, directories: Sequence[str], folders: Sequence[str], accepted: Accepted
+) -> Checkpoint | None:
+    """Open the newest complete checkpoint in the output directory of a Hugging Face Trainer, or in a run of Ray Train.
+
+    Args:
+        here: The directory.
+        directories: Its checkpoints, newest first.
+        folders: These, and the folders without a checkpoint that ckpttool reads, newest first.
+        accepted: Checkpoints to open that are otherwise refused.
 
     Returns:
-        None if it is not such a directory, or no checkpoint is complete: opening the newest then reports its defects.
+        None if there is one alone, or none is complete: opening the newest then reports its defects.
     """
     torn: list[CkptError] = []
-    others = [one.path for one in trainer_folders(here.found, TRAINER)]
-    for directory in here.trainers if len(others) > 1 else ():
+    for directory in directories if len(folders) > 1 else ():
         try:
             found = _open([directory], here.storage, None, raise_at_once, accepted)
         except StorageError:
@@ -394,7 +413,7 @@ def _newest_whole(here: Place, accepted: Accepted) -> Checkpoint | None:
         except CkptError as error:
             torn.append(error)
             continue
-        newer = [path for path in others[: others.index(directory)] if path not in here.trainers]
+        newer = [path for path in folders[: folders.index(directory)] if path not in directories]
         passed = [f"{e.path}: {e.problem}; the newest complete checkpoint was opened instead" for e in torn]
         passed += [f"{path}: is not a checkpoint of DeepSpeed; {directory} was opened instead" for path in newer]
         return replace(found, remarks=(*passed, *found.remarks))

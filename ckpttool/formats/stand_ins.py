@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 ANOTHER_TAG = re.compile(r"\b(choose|use) another tag\b")
+OR_ANOTHER_TAG = re.compile(r",? or (choose|use) another tag\b")
+ONE_TAG = "choose one with tag: "
+"""Start of a list of tags in a hint."""
 HEAD_BYTES = 512
 """Most bytes of a file that are compared."""
 RELINK = "copy the file to which it leads, or remove the link"
@@ -44,12 +48,12 @@ class Explainer:
     Args:
         storage: Storage of the checkpoint.
         report: Receives the findings, with those errors replaced.
-        other_tag: Returns a tag of the same root that is whole; "" without one.
+        other_tag: Returns a tag of the same root that is whole; "" if it finds no whole one, None without another
+            tag.
     """
 
-    def __init__(self, storage: Storage, report: Report, other_tag: Callable[[], str]) -> None:
-        self._storage, self._report, self._other_tag = storage, report, other_tag
-        self._other: str | None = None
+    def __init__(self, storage: Storage, report: Report, other_tag: Callable[[], str | None]) -> None:
+        self._storage, self._report, self._find_other = storage, report, other_tag
         self._replaced: dict[int, tuple[CkptError, CkptError]] = {}
 
     def __call__(self, error: CkptError) -> None:
@@ -64,14 +68,26 @@ class Explainer:
         return self._replaced[id(error)][1]
 
     def _with_tag(self, error: CkptError) -> CkptError:
-        """Return the error with a tag that is whole, if its hint says to choose another one."""
-        if type(error).__init__ is not CkptError.__init__ or not ANOTHER_TAG.search(error.hint):
+        """Return the error with a tag that is whole, if its hint says to choose one; without the advice if none is."""
+        choose = ANOTHER_TAG.search(error.hint)
+        if type(error).__init__ is not CkptError.__init__ or not (choose or ONE_TAG in error.hint):
             return error
-        self._other = self._other_tag() if self._other is None else self._other
-        if not self._other:
+        other, hint = self._other, error.hint
+        if choose is None:
+            several = ", " in hint.partition(ONE_TAG)[2]
+            hint = f"{hint} (newest whole one: {other})" if other and several else hint
+        elif other is None:
+            hint = OR_ANOTHER_TAG.sub("", hint)
+        elif other:
+            hint = ANOTHER_TAG.sub(lambda found: f'{found[1]} tag="{other}", which is whole', hint, count=1)
+        else:
             return error
-        hint = ANOTHER_TAG.sub(lambda found: f'{found[1]} tag="{self._other}", which is whole', error.hint, count=1)
-        return type(error)(error.path, error.problem, hint, (*error.options, "tag"))
+        options = (*error.options, "tag") if other and "tag" not in error.options else error.options
+        return type(error)(error.path, error.problem, hint, options)
+
+    @cached_property
+    def _other(self) -> str | None:
+        return self._find_other()
 
 
 def explained(storage: Storage, error: CkptError) -> CkptError:

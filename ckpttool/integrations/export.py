@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[str, Dtype] = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-}
-"""Types of weights by the name of the torch type that the engine computes in."""
 SCRATCH = ".ckpttool-export"
 """Directory in a checkpoint's folder for weights that are not complete yet."""
 

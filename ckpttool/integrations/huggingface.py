@@ -35,6 +35,7 @@ from transformers import trainer as trainer_module
 from ckpttool.arguments import checked_path
 from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
+from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.layouts import TRAINER, Place
 from ckpttool.integrations.deepspeed.folders import (
@@ -48,7 +49,7 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     show_log,
 )
-from ckpttool.integrations.export import DTYPES, Exporter, export, move_weights
+from ckpttool.integrations.export import Exporter, export, move_weights
 from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
@@ -317,7 +318,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> None:
         if export_every is not None and export_every < 1:
             raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
-        if export_dtype not in {None, *DTYPES.values()}:
+        export_dtype = short_name(export_dtype)
+        if export_dtype not in {None, *TRAINING_DTYPES}:
             raise ArgumentError("export_dtype", f"is {export_dtype!r}", "pass fp32, bf16 or fp16")
         self._root = None if root is None else checked_path("root", root)
         self._async_save, self._auto_resume = async_save, auto_resume
@@ -458,7 +460,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return start
 
     def _dtype(self, engine: Any) -> Dtype:
-        return self._export_dtype or DTYPES.get(str(engine.get_data_types()[0]), "fp32")
+        computed: Dtype = short_name(engine.get_data_types()[0])
+        return self._export_dtype or (computed if computed in TRAINING_DTYPES else "fp32")
 
     def save_model(
         self, trainer: Any, original: Callable[..., None], output_dir: str | None = None, _internal_call: bool = False

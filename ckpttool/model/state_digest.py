@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ckpttool.blocks import Line, Shown, Table
 from ckpttool.digests import kind_of
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from ckpttool.blocks import Block
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -189,8 +192,15 @@ class Mismatch(NamedTuple):
         return f"{self.key}{' of ' if self.name else ''}{self.name} {self.problem}"
 
 
+def tensor_table(tensors: Mapping[str, Mapping[str, TensorDigest]]) -> Table:
+    """Return a row for each tensor, from digests by state and name."""
+    rows = [[name, key, *str(one).split()] for key, own in tensors.items() for name, one in own.items()]
+    columns = ["tensor", "state", "type", "shape", "digest"]
+    return Table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateDigest:
+class StateDigest(Shown):
     """The digests and numbers of a training state, the same for every number of ranks, ZeRO stage and file format."""
 
     tensors: Mapping[str, Mapping[str, TensorDigest]]
@@ -216,6 +226,11 @@ class StateDigest:
     def count(self) -> int:
         """Number of tensors."""
         return sum(map(len, self.tensors.values()))
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield one row for each tensor, then how many numbers and other values there are."""
+        yield tensor_table(self.tensors)
+        yield Line(f"{self.count} tensors, {sum(map(len, self.numbers.values()))} numbers, {len(self.values)} values")
 
     def to_json(self) -> dict[str, Any]:
         """Return the digests as JSON data."""

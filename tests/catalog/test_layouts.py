@@ -223,7 +223,7 @@ TABLE: dict[str, Row] = {
     "one of Lightning": Row({"epoch=0.ckpt": "lightning"}, "epoch=0.ckpt/checkpoint", "epoch=0.ckpt", "-"),
     "a run of Ray": Row(
         {"checkpoint_2026-01-01_00-00-00.000000": "lightning", "checkpoint_2026-01-02_00-00-00.000000": "lightning"},
-        "-",
+        "checkpoint_2026-01-02_00-00-00.000000/checkpoint",
         "checkpoint_2026-01-01_00-00-00.000000 checkpoint_2026-01-02_00-00-00.000000",
         "-",
     ),

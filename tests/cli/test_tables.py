@@ -151,6 +151,23 @@ def test_a_narrow_table_says_what_it_leaves_out() -> None:
     assert table.fitted(400, cell_len) == (table.lines(), False)
 
 
+@pytest.mark.parametrize(("columns", "kept"), [(60, ["min", "max"]), (80, ["min", "max", "norm"])])
+def test_statistics_lose_counts_of_0_before_their_numbers(columns: int, kept: list[str]) -> None:
+    shown = in_terminal("stats", CHECKPOINT, "--optimizer", columns=columns)
+    assert plain(shown).splitlines()[0].split() == ["tensor", "state", *kept]
+
+
+@pytest.mark.parametrize("rows", [30, 31])
+def test_a_difference_of_many_tensors_shows_the_first(rows: int) -> None:
+    differing = ("weights", "values", ("F32", "F32"), ((2,), (2,)), 1, 0.5, 0.25)
+    table = next(
+        iter(api.DiffReport("a", "b", tuple(api.Difference(f"p{n}", *differing) for n in range(rows)), ()).blocks())
+    )
+    assert isinstance(table, Table)
+    assert len(table.head().rows) == 30
+    assert len(table.lines()) == rows + 1, "a pipe gets all"
+
+
 @pytest.mark.parametrize("width", range(1, 12))
 def test_an_ellipsis_is_in_the_middle(width: int) -> None:
     text = "abcdefghij"

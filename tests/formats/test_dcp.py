@@ -115,6 +115,21 @@ def test_the_optimizers_groups_are_known_by_name(model: torch.nn.Module, tmp_pat
     assert [p.name for p in checkpoint.parameters if p.frozen] == ["1.running_mean", "1.running_var"]
 
 
+def test_a_weight_that_may_be_tied_is_noted(tmp_path: Path) -> None:
+    """torch writes a tied weight under both names, and its states under the first."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.randn(4, 4)).sum().backward()
+    optimizer.step()
+    states = get_state_dict(model, optimizer)[1]
+    checkpoint = open_checkpoint(str(_save({"model": model.state_dict(), "optim": states}, tmp_path / "x")))
+    assert [p.name for p in checkpoint.parameters if p.frozen] == ["1.weight", "2.weight"]
+    tied = "2.weight has no states and the bytes of 0.weight: it counts as frozen, or the model ties them"
+    assert [note for note in checkpoint.remarks if "bytes" in note] == [tied]
+
+
 def test_groups_of_numbers_are_left_alone(model: torch.nn.Module, tmp_path: Path) -> None:
     weights, states = _optimizer(model)
     states["param_groups"][0]["params"] = [0, 1]

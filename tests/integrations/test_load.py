@@ -403,6 +403,21 @@ def test_options_are_those_of_the_same_parameters(tmp_path: Path) -> None:
     assert all(g["foreach"] and not g["fused"] for g in own.param_groups), "how a run computes is its own"
 
 
+def test_options_that_the_checkpoint_replaces_are_noted(tmp_path: Path) -> None:
+    net, _, _ = _run()
+    run = net, torch.optim.AdamW(net.parameters(), lr=0.5), None
+    _train((*run[:2], torch.optim.lr_scheduler.StepLR(run[1], 100)), range(1))
+    _save(run, tmp_path / "saved")
+    other, _, _ = _run(seed=1)
+    own = torch.optim.Adam(other.parameters(), lr=0.25, betas=(0.8, 0.999))
+    changed = "betas (0.9, 0.999) for (0.8, 0.999), decoupled_weight_decay True for False, weight_decay 0.01 for 0"
+    report = ckpttool.load(other, tmp_path / "saved", optimizer=own)
+    assert f"options of the checkpoint replace the run's: {changed}" in report.notes
+    assert own.param_groups[0]["decoupled_weight_decay"]
+    again = ckpttool.load(other, tmp_path / "saved", optimizer=own)
+    assert not [note for note in again.notes if "options" in note], "rates differ in every resume"
+
+
 def test_only_weights(tmp_path: Path) -> None:
     saved = _run()
     _train(saved, range(2))

@@ -45,6 +45,8 @@ def _prove(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     for step in range(fsdp_runs.STEPS):
         fsdp_runs.advance(net, optimizer, step)
     own = ckpttool.live_digest(net, optimizer)
+    assert str(own).splitlines()[-1].startswith(f"{own.count} tensors, ")
+    assert all(str(one).split()[-1] in str(own) for of_state in own.tensors.values() for one in of_state.values())
     found: dict[str, Any] = {"digests": [str(one) for key in sorted(own.tensors) for one in own.tensors[key].values()]}
     for name in SAVED:
         with_states = None if name == "shards" else optimizer

@@ -84,6 +84,17 @@ def test_a_misfit_with_a_module_is_an_error_before_any_change() -> None:
     assert torch.equal(model.up.weight, weights["up.weight"])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_torchs_names_of_types_mean_the_short_ones(dtype: Any, tmp_path: Path) -> None:
+    weights = ckpttool.load_state_dict(source(NAME), dtype=dtype)
+    assert weights["up.weight"].dtype == torch.bfloat16
+    report = ckpttool.consolidate(source(NAME), tmp_path / "weights", to="safetensors", dtype=dtype)
+    assert report.dtype == "bf16"
+    assert ckpttool.average([source(NAME)] * 2, tmp_path / "average", to="safetensors", dtype=dtype).dtype == "bf16"
+    ckpttool.convert(tmp_path / "weights", tmp_path / "zero", to="zero", stage=2, world_size=2, dtype=dtype)
+    assert ckpttool.inspect(tmp_path / "zero").dtype == "BF16"
+
+
 def test_wrong_dtypes_and_names() -> None:
     with refused(ArgumentError):
         ckpttool.load_state_dict(source(NAME), dtype=torch.int8)

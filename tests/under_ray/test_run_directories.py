@@ -335,10 +335,21 @@ def test_rules_count_saves_of_both_ways_by_their_steps(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [names[2]], "also if the newest is the documented one"
 
 
-def test_commands_name_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+def test_commands_open_the_newest_whole_checkpoint_of_a_run(tmp_path: Path) -> None:
     names = [_commit(tmp_path, step, "aa", 1.0, number) for number, step in enumerate((10, 20, 15), 1)]
-    with pytest.raises(LayoutError, match=f"pass the newest checkpoint of the run: {tmp_path / names[2]}$"):
-        ckpttool.inspect(tmp_path)
+    assert ckpttool.inspect(tmp_path).location == str(tmp_path / names[2] / "global_step15")
+    next((tmp_path / names[2]).rglob("*optim_states.pt")).unlink()
+    opened = ckpttool.inspect(tmp_path)
+    assert opened.location == str(tmp_path / names[1] / "global_step20")
+    assert names[2] in opened.remarks[0]
+    for name in names:
+        (tmp_path / name / "latest").unlink()
+        (tmp_path / name / f"global_step{int(name.split('_')[1])}" / MANIFEST).unlink()
+    assert ckpttool.inspect(tmp_path).location == str(tmp_path / names[1] / "global_step20"), "by the numbers in names"
+
+
+def test_commands_name_the_newest_checkpoints_of_a_run_saved_in_both_ways(tmp_path: Path) -> None:
+    names = [_commit(tmp_path, step, "aa", 1.0, number) for number, step in enumerate((10, 20, 15), 1)]
     _save(tmp_path, OF_RAY)
     for call in (ckpttool.verify, ckpttool.inspect):
         with pytest.raises(LayoutError, match=f"{names[2]} or, saved without ckpttool, {tmp_path / OF_RAY}$"):

@@ -63,6 +63,8 @@ OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable
 """Options of a group that say how a run computes; it keeps its own."""
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
 """Options that schedulers add to a group."""
+CHOSEN = frozenset({"weight_decay", "eps", "betas", "momentum", "dampening", "alpha", "rho"})
+"""Options that a user chooses, beside those that are on or off, and that no optimizer changes."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
 
 
@@ -255,6 +257,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         new = [*map(_options, fitted.checkpoint.groups, run_state["options"], known)]
         for (_, group), own_options in zip(run.groups, new, strict=True):
             _check_options(checkpoint, group, own_options)
+        notes += _replaced(run, new)
         return PreparedRun(
             checkpoint=checkpoint,
             fitted=fitted,
@@ -336,6 +339,24 @@ def _options(saved: ParamGroup, objects: Mapping[str, Any], known: set[str]) -> 
     if STEP in known and STEP not in found and STEP in saved.scalars:  # some optimizers count in their groups
         found[STEP] = saved.scalars[STEP].value
     return {key: value for key, value in found.items() if key in (known | OF_SCHEDULERS) - OF_THE_RUN}
+
+
+def _replaced(run: LiveRun, new: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note on the options of the run that the checkpoint's replace; rates differ in every resume."""
+    scheduled = {"betas", "momentum"} if run.scheduler is not None else set()
+    found: dict[str, None] = {}
+    for (_, group), saved in zip(run.groups, new, strict=True):
+        for key in sorted(saved.keys() & group.keys() - scheduled):
+            own, value = _numbers(group[key]), _numbers(saved[key])
+            if (key in CHOSEN or isinstance(group[key], bool)) and own and value and own != value:
+                found[f"{key} {saved[key]} for {group[key]}"] = None
+    return [f"options of the checkpoint replace the run's: {', '.join(found)}"] if found else []
+
+
+def _numbers(option: Any) -> list[float]:
+    """Return the numbers of an option; empty for anything else."""
+    several = [*option] if isinstance(option, list | tuple) else [option]
+    return several if all(isinstance(one, int | float) for one in several) else []
 
 
 def _check_options(checkpoint: Checkpoint, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

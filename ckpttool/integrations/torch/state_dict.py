@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import check_choice, check_installed
-from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, TRAINING_DTYPES
-from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.dtypes import DTYPES, TRAINING_DTYPES, short_name
+from ckpttool.errors import PlanError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.run import MEMORY
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.integrations.torch.memory import empty
-from ckpttool.messages import brief
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
 from ckpttool.targets.weights import select_weights
@@ -78,13 +77,13 @@ def load_state_dict(  # noqa: PLR0913  public API
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
     """
     opening = Opening(storage_options, follow_links)
-    name = str(dtype or "fp32").removeprefix("torch.")
-    target = TRAINING_DTYPES.get(name) or (BY_TORCH_NAME[name].name if name in BY_TORCH_NAME else "")
-    if target not in TRAINING_DTYPES.values():
-        raise ArgumentError("dtype", f"is {brief(name)}, not fp32, bf16 or fp16", "choose fp32, bf16 or fp16")
+    name = short_name(dtype or "fp32")
+    check_choice("dtype", name, tuple(TRAINING_DTYPES))
     check_choice("check", check, ("read", "full", "off"))
     checkpoint = open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
-    return LazyStateDict(checkpoint, dtype=target, device=device, include=include, exclude=exclude, check=check)
+    return LazyStateDict(
+        checkpoint, dtype=TRAINING_DTYPES[name], device=device, include=include, exclude=exclude, check=check
+    )
 
 
 class LazyStateDict(Mapping[str, "torch.Tensor"]):
