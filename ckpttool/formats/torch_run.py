@@ -1,6 +1,7 @@
 """Saves of torch runs -> Checkpoint: a distributed checkpoint in the directory of a tag, and the state of the run.
 
-RUN_STATE has the state beside the tensors: client state, scheduler, and the names of buffers and frozen parameters.
+RUN_STATE has the state beside the tensors: client state, schedulers, the states of other objects that are the same on
+all ranks, and the names of buffers and frozen parameters. The files of the ranks have their own states.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
         step=fields.optional("global_steps", int),
         client_state=fields.get("client_state", dict),
         scheduler=torch.root.get("lr_scheduler"),
+        data_states=fields.optional("extra", dict) or {},
         embedded=embedded_in(torch, len(found.files)),
         files=(*found.files, file),
     )

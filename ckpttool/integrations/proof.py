@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +36,7 @@ from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import TIMEOUT, attempt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from ckpttool.formats import Source
     from ckpttool.integrations.torch.live import LiveState, Piece
@@ -125,6 +126,7 @@ def prove(  # noqa: PLR0913  public API
     *,
     optimizer: Any = None,
     scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
     tag: str | None = None,
     weights_only: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -138,13 +140,14 @@ def prove(  # noqa: PLR0913  public API
     digests that the save recorded in the manifest; without those, with digests of the files.
 
     Args:
-        model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors.
+        model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors; or several modules by name.
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
             of weights. Several directories if each contains the files of some ranks (node-local storage).
         optimizer: The module's optimizer, or a list of several; an engine has its own. Without it, only weights and
             buffers of a torch module are compared.
-        scheduler: The learning-rate scheduler of the module, or of an engine that has none.
+        scheduler: The learning-rate scheduler of the module, or several by name; or of an engine that has none.
+        extra: Of a torch model, the other objects that were saved with it, by name.
         tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         weights_only: Whether to compare only weights and buffers.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
@@ -164,12 +167,12 @@ def prove(  # noqa: PLR0913  public API
 
     opening = Opening(storage_options, follow_links)
     ranks = ranks_of_process_group("prove", timeout)
-    asked = {"src": repr(src), "tag": tag, "weights_only": weights_only}
-    asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None}
+    asked: dict[str, Any] = {"src": repr(src), "tag": tag, "weights_only": weights_only}
+    asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None, "extra": sorted(extra or {})}
     paths = ranks.together("prove", partial(source_paths, src), asked)
     read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names)
     checkpoint = open_together(paths[0], source_storage(paths, opening), read, ranks)
-    subject = partial(_state_of, model, optimizer, scheduler)
+    subject = partial(_state_of, model, optimizer, scheduler, extra)
     return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 
 
@@ -353,18 +356,20 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     return [int(different[0]), int(different[-1]), len(different)] if len(different) else None
 
 
-def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
+def _state_of(model: Any, optimizer: Any, scheduler: Any, extra: Any = None) -> LiveState:
     """Return the live state of this rank.
 
     Raises:
         ArgumentError: An argument has another type.
     """
+    optimizer = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if optimizer is not None and not optimizers:
         raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or leave it out")
     if optimizer is not None and not all(hasattr(one, "param_groups") for one in optimizers):
         raise ArgumentError("optimizer", f"is {brief(optimizer)}, not an optimizer", "pass the object, not its state")
-    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+    schedulers = scheduler.values() if isinstance(scheduler, Mapping) else [scheduler]
+    if scheduler is not None and not all(hasattr(one, "state_dict") for one in schedulers):
         raise ArgumentError("scheduler", f"is {brief(scheduler)}, not a scheduler", "pass the object, not its state")
     if hasattr(model, "zero_optimization_stage"):
         from ckpttool.integrations.deepspeed.engine import inspect_engine, whole_layers
@@ -376,8 +381,10 @@ def _state_of(model: Any, optimizer: Any, scheduler: Any) -> LiveState:
         own = model.lr_scheduler
         return replace(state, values={**state.values, **(scheduler_values(scheduler) if own is None else {})})
     from ckpttool.integrations.torch.live import live_state
+    from ckpttool.integrations.torch.live_run import checked_extra, one_module
 
-    return live_state(model, optimizer, scheduler)
+    states = {name: one.state_dict() for name, one in checked_extra(extra).items()}
+    return live_state(one_module(model), optimizer, scheduler, states)
 
 
 def _error(path: str, problems: Sequence[Mismatch]) -> ProofError:

@@ -158,6 +158,7 @@ class RayTrainCheckpoints:
         *,
         optimizer: Any = True,
         scheduler: Any = True,
+        extra: Mapping[str, Any] | None = None,
         step: int | None = None,
         client_state: Mapping[str, Any] | None = None,
         rank_state: Any = None,
@@ -168,9 +169,13 @@ class RayTrainCheckpoints:
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
-                "critic": b}, which are one checkpoint. The same in each call of a worker. Or a torch model.
-            optimizer: Of a torch model, its optimizer, or a list of several; an engine has its own.
-            scheduler: Of a torch model, its learning-rate scheduler; an engine has its own.
+                "critic": b}, which are one checkpoint. The same in each call of a worker. Or a torch model, or several
+                by name, whose parameters are saved with the names in front.
+            optimizer: Of a torch model, its optimizer, or several in a list or by the names of their models; an engine
+                has its own.
+            scheduler: Of a torch model, its learning-rate scheduler, or several by name; an engine has its own.
+            extra: Of a torch model, other objects with ``state_dict`` and ``load_state_dict`` by name, such as
+                {"scaler": scaler}. A state that differs between ranks is of each rank, and restored on as many ranks.
             step: Of a torch model, the steps of the run; an engine counts them.
             metrics: As for ``ray.train.report``; the manifest gets the numbers.
             client_state: State to save with the checkpoint; ``restore`` returns it.
@@ -189,7 +194,7 @@ class RayTrainCheckpoints:
             problem = f"have a tensor of torch as {brief(tensors[0])}, which Ray Train does not take"
             raise ArgumentError("metrics", problem, "pass a number: tensor.item()")
         self.finish()
-        run = run_of(engine, optimizer, scheduler, step)
+        run = run_of(engine, optimizer, scheduler, step, extra)
         reached = int(getattr(next(iter(run.objects.values()), None), "global_steps", step or 0))
         folder, attempt, number = self._ranks.on_first(
             self._run.root, partial(self._next_folder, reached, checkpoint_dir_name), call=reached
@@ -260,6 +265,7 @@ class RayTrainCheckpoints:
         weights_only: bool = False,
         optimizer: Any = True,
         scheduler: Any = True,
+        extra: Mapping[str, Any] | None = None,
         require_committed: bool = False,
         require_signed: bool = False,
         prove: bool | None = None,
@@ -268,7 +274,8 @@ class RayTrainCheckpoints:
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by the names that they were saved
-                with, or by the names of their folders in a checkpoint of the documented way. Or a torch model.
+                with, or by the names of their folders in a checkpoint of the documented way. Or a torch model, or
+                several by name.
             checkpoint: A ``ray.train.Checkpoint``, a path or a URL, of another run's directory too. Default: the newest
                 of this run: among the commits of ``report``, known to Ray or not, and the result of
                 ``ray.train.get_checkpoint``. To begin a run with a given one:
@@ -277,10 +284,13 @@ class RayTrainCheckpoints:
                 the engine's values, and unexpected ones are left out; the report names both.
             weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
                 states, the counters and the scheduler unchanged. The report has the client state.
-            optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
-                optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32 master weights,
-                buffers, counters and the scheduler.
-            scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
+            optimizer: Of a torch model, its optimizer, or several in a list or by the names of their models. Of an
+                engine, whether to restore the optimizer's states and hyper-parameters. Without them, the engine gets
+                weights, fp32 master weights, buffers, counters and the scheduler.
+            scheduler: Of a torch model, its learning-rate scheduler, or several by name. Of an engine, whether to
+                restore it.
+            extra: Of a torch model, the other objects that were saved, by name; a GradScaler also gets the loss scale
+                of DeepSpeed.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
@@ -304,7 +314,7 @@ class RayTrainCheckpoints:
             committed=require_committed,
             signed=require_signed,
         )
-        run = run_of(engine, optimizer, scheduler)
+        run = run_of(engine, optimizer, scheduler, extra=extra)
         if checkpoint is not None:
             return self._restore_given(run, checkpoint, options)
         found = self._manager.begin_restore(run, self._found, options, self._run.engines)

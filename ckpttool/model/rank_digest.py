@@ -209,7 +209,9 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         _distinct(ranks, names) for names in (("numbers", "types"), OF_GROUPS, ("values",), ("aliases",))
     )
     of_parameters = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(ties, holders)}
-    apart = {**of_parameters, **_apart(values, {"": range(len(ranks))})}
+    of_values = _apart(values, {"": range(len(ranks))})
+    of_ranks = {item.key for item in of_values if item.key.startswith(EXTRA)}
+    apart = {**of_parameters, **{item: found for item, found in of_values.items() if item.key not in of_ranks}}
     if any(own.partitioned for own in ranks):
         odd = [item for item, found in apart.items() if item.kind in OF_PARTITIONS and None not in found]
         unproven |= {item.key: OF_PARTITIONS[item.kind] for item in odd if item.key != STEP}
@@ -235,8 +237,12 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
         group_of=group_of,
         aliases=ranks[0].aliases,
         frozen=frozenset(name for facts, _ in groups for name in facts.frozen or () if name in group_of),
-        values=dict(ranks[0].values)
-        | {f"{name} of rank {rank}": text for rank, own in enumerate(ranks) for name, text in own.own.items()},
+        values={name: text for name, text in ranks[0].values.items() if name not in of_ranks}
+        | {
+            f"{name} of rank {rank}": text
+            for rank, own in enumerate(ranks)
+            for name, text in (*own.own.items(), *((n, own.values[n]) for n in sorted(of_ranks & own.values.keys())))
+        },
         differing=frozenset(item.name or item.key for item in differing),
     )
     other = {key: [r for r, own in enumerate(ranks) if own.unproven.get(key) == OF_OTHER_FORM] for key in as_values}
@@ -251,6 +257,8 @@ OF_OTHER_FORM = "it is not partitioned like the weights"
 """Why tensors of an optimizer are values of the ranks that have them so; other ranks may have them partitioned."""
 MOMENTUM = "momentum_buffer"
 """The state of Muon: its partitions have no padding, so that their form depends on the number of ranks."""
+EXTRA = "extra."
+"""Start of the names of values of objects beside model and optimizer; ranks may have their own."""
 OF_GROUPS = ("groups", "group_of", "frozen")
 """Facts of the groups of an optimizer."""
 OF_PARTITIONS = {STATE: "it is a number of each partition", OPTION: "it is a hyper-parameter of each partition"}

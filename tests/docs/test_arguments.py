@@ -31,7 +31,7 @@ SHARED = {
 }
 """Arguments that several functions have, and the function whose text is that of all."""
 OTHER_MEANING = {
-    ("load", "memory"), ("load", "allow"), ("load", "optimizer"), ("load", "scheduler"),
+    ("load", "memory"), ("load", "allow"), ("load", "optimizer"), ("load", "scheduler"), ("load", "extra"),
     ("CheckpointManager.save", "optimizer"), ("CheckpointManager.save", "scheduler"),
     ("RayTrainCheckpoints.report", "optimizer"), ("RayTrainCheckpoints.report", "scheduler"),
     ("live_digest", "optimizer"), ("live_digest", "scheduler"),

@@ -45,14 +45,14 @@ class EngineRun:
 
     Args:
         engine: An engine, or several by name.
-        **given: Arguments of torch runs, which engines do not take: ``optimizer``, ``scheduler`` and ``step``.
+        **given: Arguments of torch runs, which engines do not take: ``optimizer``, ``scheduler``, ``step``, ``extra``.
     """
 
     def __init__(self, engine: Any, **given: Any) -> None:
         self._several = isinstance(engine, Mapping)
         self.objects: Mapping[str, Any] = engine if self._several else {"": engine}
         self.without_thinning = "several engines" if self._several else ""
-        self.kind: dict[str, Any] = {"run": "an engine of DeepSpeed"}
+        self.kind: dict[str, Any] = {"run": "an engine of DeepSpeed", "extra": []}
         self._given = given
 
     def asked(self, save: Save) -> dict[str, Any]:
@@ -144,8 +144,10 @@ class EngineRun:
         Raises:
             ArgumentError: One is wrong.
         """
-        step = self._given["step"]
-        check_switches(**{name: value for name, value in self._given.items() if name != "step"})
+        step, extra = self._given["step"], self._given["extra"]
+        check_switches(optimizer=self._given["optimizer"], scheduler=self._given["scheduler"])
+        if extra is not None:
+            raise ArgumentError("extra", "is for torch models", "save the states in client_state")
         if step is not None:
             raise ArgumentError("step", f"is {step}, but an engine counts its own steps", "leave it out")
         if self._several:

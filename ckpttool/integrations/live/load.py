@@ -37,6 +37,7 @@ def load(  # noqa: PLR0913  public API
     weights_only: bool = False,
     optimizer: Any = True,
     scheduler: Any = True,
+    extra: Mapping[str, Any] | None = None,
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
@@ -58,7 +59,7 @@ def load(  # noqa: PLR0913  public API
     dropped.
 
     Args:
-        engine: The engine that ``deepspeed.initialize`` returned, or a torch model.
+        engine: The engine that ``deepspeed.initialize`` returned, or a torch model, or several torch models by name.
         src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
             universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
             of weights. Several directories if each contains the files of some ranks (node-local storage).
@@ -67,10 +68,13 @@ def load(  # noqa: PLR0913  public API
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
             the counters and the scheduler unchanged. The report has the client state.
-        optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
-            optimizer's states and hyper-parameters. False: only weights, fp32 master weights, buffers, counters and the
-            scheduler are restored.
-        scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
+        optimizer: Of a torch model, its optimizer, or several in a list or by the names of their models. Of an engine,
+            whether to restore the optimizer's states and hyper-parameters. False: only weights, fp32 master weights,
+            buffers, counters and the scheduler are restored.
+        scheduler: Of a torch model, its learning-rate scheduler, or several by name. Of an engine, whether to restore
+            it.
+        extra: Of a torch model, the other objects that were saved, by name; a GradScaler also gets the loss scale of
+            DeepSpeed.
         dry_run: Report the result of a load, without reading weights or changing the run.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
@@ -108,7 +112,7 @@ def load(  # noqa: PLR0913  public API
     began = time.perf_counter()
     ranks = ranks_of_process_group("load", timeout)
     name = _named(src)
-    run = run_of(engine, optimizer, scheduler)
+    run = run_of(engine, optimizer, scheduler, extra=extra)
     asked = {"tag": tag, "src": name} | options.agreed() | run.kind
 
     def begin() -> tuple[list[str], Storage]:

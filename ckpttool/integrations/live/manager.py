@@ -176,6 +176,7 @@ class CheckpointManager:
         *,
         optimizer: Any = True,
         scheduler: Any = True,
+        extra: Mapping[str, Any] | None = None,
         step: int | None = None,
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
@@ -190,9 +191,13 @@ class CheckpointManager:
         Args:
             engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
                 "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
-                call. Or a torch model: plain, or under DDP, FSDP2, HSDP or tensor parallelism.
-            optimizer: Of a torch model, its optimizer, or a list of several; an engine has its own.
-            scheduler: Of a torch model, its learning-rate scheduler; an engine has its own.
+                call. Or a torch model: plain, or under DDP, FSDP2, HSDP or tensor parallelism; or several by name,
+                whose parameters are saved with the names in front.
+            optimizer: Of a torch model, its optimizer, or several in a list or by the names of their models; an engine
+                has its own.
+            scheduler: Of a torch model, its learning-rate scheduler, or several by name; an engine has its own.
+            extra: Of a torch model, other objects with ``state_dict`` and ``load_state_dict`` by name, such as
+                {"scaler": scaler}. A state that differs between ranks is of each rank, and restored on as many ranks.
             step: Of a torch model, the steps of the run; an engine counts them.
             tag: The checkpoint's name. Default: DeepSpeed's, "global_step" and the number of steps; of a torch model
                 "step-" and the number. If it differs between ranks, the save fails; with ``tag_validation`` "Warn" or
@@ -222,7 +227,7 @@ class CheckpointManager:
             save_latest=save_latest,
             rank_state=rank_state,
         )
-        return self.save_into(self.root, run_of(engine, optimizer, scheduler, step), arguments, self._saved)
+        return self.save_into(self.root, run_of(engine, optimizer, scheduler, step, extra), arguments, self._saved)
 
     def save_into(self, root: str, run: Run, save: Save, known: KnownEngines | None = None) -> SaveReport | None:
         """Like ``save``, but into another root; call ``wait`` first. Other frameworks have one root per checkpoint.
@@ -309,6 +314,7 @@ class CheckpointManager:
         weights_only: bool = False,
         optimizer: Any = True,
         scheduler: Any = True,
+        extra: Mapping[str, Any] | None = None,
         dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
@@ -320,17 +326,20 @@ class CheckpointManager:
         all bytes read are compared with the checksums before the engine changes.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned; or several by the names they were saved with. Or
-                a torch model.
+            engine: The engine that ``deepspeed.initialize`` returned, or a torch model; or several by the names they
+                were saved with.
             tag: Load only this checkpoint.
             strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep
                 the engine's values, and unexpected ones are left out; the report names both.
             weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's
                 states, the counters and the scheduler unchanged. The report has the client state.
-            optimizer: Of a torch model, its optimizer, or a list of several. Of an engine, whether to restore the
-                optimizer's states and hyper-parameters. Without them, the engine gets weights, fp32 master weights,
-                buffers, counters and the scheduler.
-            scheduler: Of a torch model, its learning-rate scheduler. Of an engine, whether to restore it.
+            optimizer: Of a torch model, its optimizer, or several in a list or by the names of their models. Of an
+                engine, whether to restore the optimizer's states and hyper-parameters. Without them, the engine gets
+                weights, fp32 master weights, buffers, counters and the scheduler.
+            scheduler: Of a torch model, its learning-rate scheduler, or several by name. Of an engine, whether to
+                restore it.
+            extra: Of a torch model, the other objects that were saved, by name; a GradScaler also gets the loss scale
+                of DeepSpeed.
             dry_run: Report the result of a load, without reading weights or changing the engine. ``restored`` gets the
                 report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
@@ -357,7 +366,7 @@ class CheckpointManager:
             signed=require_signed,
         )
         self.wait()
-        run = run_of(engine, optimizer, scheduler)
+        run = run_of(engine, optimizer, scheduler, extra=extra)
         found = self.begin_restore(
             run, lambda: [one.path for one in find(self.source, self.root, tag)], options, root=self.root, tag=tag
         )

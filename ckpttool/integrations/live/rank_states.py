@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.errors import LayoutError
@@ -19,15 +20,22 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, Topology
     from ckpttool.saving.coordination import Ranks
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 FORMAT = 1
 """Version of the files' content; readers refuse later versions."""
 RESTORE = "restore it from a copy, or use another tag"
 
 
-def rank_state_file(topology: Topology, ranks: Ranks, state: Any) -> dict[str, Any]:
+def rank_state_file(topology: Topology, ranks: Ranks, state: Any, extra: Mapping[str, Any] = EMPTY) -> dict[str, Any]:
     """Return the name and the content of this rank's file: the state, and the ranks that saved it.
 
     A conversion copies the file unchanged, also for another number of ranks. Therefore it records its own ranks.
+
+    Args:
+        topology: The ranks of the run.
+        ranks: The ranks that take part, which know this one.
+        state: The rank state.
+        extra: The states of other objects, of which each rank has its own, by name.
     """
     return {
         rank_state_name(ranks.rank): {
@@ -36,6 +44,7 @@ def rank_state_file(topology: Topology, ranks: Ranks, state: Any) -> dict[str, A
             "world_size": ranks.size,
             "ranks": _degrees(topology),
             "state": state,
+            **({"extra": dict(extra)} if extra else {}),
         }
     }
 
@@ -80,6 +89,11 @@ class RankStates(Sequence[Any]):
         if not -len(self) <= rank < len(self):
             raise IndexError(f"there are {len(self)} rank states, and none of rank {rank}")
         return self._read(rank % len(self))["state"]
+
+    def other_states(self, rank: int) -> Mapping[str, Any]:
+        """Return the states of other objects that a rank saved, by name."""
+        found: Mapping[str, Any] = self._read(rank).get("extra", EMPTY)
+        return found
 
     def saved_by(self, rank: int) -> tuple[int, int, int]:
         """Return the data-, tensor- and pipeline-parallel ranks of the saving run, as the file of a rank records."""

@@ -81,6 +81,9 @@ class LoadReport:
     """The ``rank_state`` of all ranks that saved, by rank; an item is read from its file at each access. Empty if the
     checkpoint has none, and after a load of weights only."""
 
+    extra: tuple[str, ...] = ()
+    """Names of the other objects of a torch run that were restored."""
+
     def rng_state(
         self,
         key: str | None = "rng",
@@ -136,6 +139,7 @@ class LoadReport:
         held = [*self.states]
         held += ["scheduler"] * self.scheduler + ["loss scale"] * self.loss_scale
         held += [f"client state ({', '.join(map(str, self.client_state))})"] * bool(self.client_state)
+        held += self.extra
         if self.rank_states:
             held.append(f"rank states of {len(self.rank_states)} ranks" if self.rank_state is None else "rank state")
         lines.append(f"with it: {', '.join(held) or 'only weights'}")

@@ -26,16 +26,26 @@ import numpy as np
 import torch
 
 from ckpttool.containers.pickler import pickle
+from ckpttool.containers.values import walk
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
+from ckpttool.integrations.live.rank_states import rank_state_file
 from ckpttool.integrations.live.run import Captured
-from ckpttool.integrations.torch.live import live_state, number_of, type_name, values_of, wrapped_class
+from ckpttool.integrations.torch.live import (
+    live_state,
+    number_of,
+    tensor_text,
+    type_name,
+    values_of,
+    wrapped_class,
+)
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 from ckpttool.messages import brief
-from ckpttool.model.state_digest import WEIGHTS
+from ckpttool.model import Topology
+from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
 from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, metadata
@@ -136,6 +146,22 @@ class Described:
     state: LiveState
     entries: Sequence[Entry]
     index: DcpIndex
+    extra: Mapping[str, Any]
+    """The states of other objects by name."""
+
+    def parts(self) -> dict[str, Any]:
+        """Return what this rank sends: its parts of the tensors, and the states of other objects as text."""
+        return self.index.parts() | {"extra": {name: canonical(own, tensor_text) for name, own in self.extra.items()}}
+
+    def share(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return on rank 0 the decision of ``DcpIndex.share``, and the objects of which each rank has its own state.
+
+        Raises:
+            RankError: As for ``DcpIndex.share``.
+        """
+        texts = {name: {own["extra"][name] for own in parts} for name in self.extra}
+        own = [name for name, found in texts.items() if len(found) > 1 or min(found).startswith(NOT_COMPARED)]
+        return self.index.share(parts) | {"of_ranks": own}
 
 
 def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
@@ -144,7 +170,8 @@ def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
     Raises:
         ArgumentError: A tensor has a form that cannot be saved.
     """
-    state = live_state(run.named.module, list(run.optimizers) or None, run.scheduler)
+    extra = {name: _plain_state(name, one) for name, one in run.extra.items()}
+    state = live_state(run.named.module, list(run.optimizers) or None, run.schedulers, extra)
     frozen = {*state.frozen} if save.exclude_frozen else set()
     state = replace(
         state,
@@ -154,7 +181,21 @@ def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
         pending="",
     )
     entries = sorted([*_tensors(state), *_numbers(run)], key=lambda entry: [*map(str, entry.path)])
-    return Described(state, entries, DcpIndex(entries, rank, directory))
+    return Described(state, entries, DcpIndex(entries, rank, directory), extra)
+
+
+def _plain_state(name: str, owner: Any) -> Any:
+    """Return the state of an object, whose tensors must be of this rank alone.
+
+    Raises:
+        ArgumentError: One is a part of a tensor that is spread over the ranks.
+    """
+    state = owner.state_dict()
+    tensors = [one for one in walk([state]) if isinstance(one, torch.Tensor)]
+    if any(hasattr(one, "placements") or wrapped_class(one) for one in tensors):
+        problem = f"has a tensor in {brief(name)} that is spread over the ranks, or has its values in other tensors"
+        raise ArgumentError("extra", problem, "pass the model that it belongs to by name, beside the other models")
+    return state
 
 
 def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: Kept, directory: str) -> Captured:
@@ -172,18 +213,20 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         RankError: The ranks have other tensors, or their parts do not fill one.
     """
     made = attempt(partial(described, run, save, ranks.rank, directory))
-    shared = ranks.exchange(
-        directory, lambda: made.result().index.parts(), lambda parts: made.result().index.share(parts)
-    )
+    shared = ranks.exchange(directory, lambda: made.result().parts(), lambda parts: made.result().share(parts))
     found = made.result()
+    of_rank = {name: found.extra[name] for name in shared["of_ranks"]}
+    of_all = {name: state for name, state in found.extra.items() if name not in of_rank}
     files = CapturedFiles()
     on_device = any(entry.tensor.device.type != "cpu" for entry in found.entries)
     memory = kept.host_memory("", on_device=on_device)
     mine = _own_share(found.entries, shared, ranks.rank)
     try:
         contents = dict(ready.own_files)
+        if of_rank:
+            contents |= rank_state_file(Topology(data_parallel=ranks.size), ranks, save.rank_state, of_rank)
         if ranks.rank == 0:
-            contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size)
+            contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size) | {"extra": of_all}
         if memory is not None:
             memory.begin()
         storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}
@@ -245,12 +288,18 @@ def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int)
     return {
         "version": VERSION,
         "client_state": dict(save.client_state),
-        "lr_scheduler": None if run.scheduler is None else run.scheduler.state_dict(),
+        "lr_scheduler": _states_of(run.schedulers),
         "global_steps": step,
         "world_size": size,
         "buffers": [piece.name for piece in state.pieces if piece.is_buffer],
         "frozen": list(state.frozen),
     }
+
+
+def _states_of(schedulers: Mapping[str, Any]) -> Any:
+    """Return the state of a scheduler; of several, their states by name."""
+    states = {name: one.state_dict() for name, one in schedulers.items()}
+    return states.get("") if [*states] in ([], [""]) else states
 
 
 # --------------------------------------------------------------------------------------------------------- entries

@@ -269,13 +269,16 @@ def named_tensors(model: Any) -> NamedTensors:
     )
 
 
-def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> LiveState:
+def live_state(
+    model: Any, optimizer: Any = None, scheduler: Any = None, extra: Mapping[str, Any] | None = None
+) -> LiveState:
     """Return the live state of a torch model on this rank: plain, DDP, FSDP2, HSDP or tensor-parallel.
 
     Args:
         model: ``torch.nn.Module``; wrappers of DDP, ``torch.compile`` and activation checkpointing are left out.
         optimizer: Its ``torch.optim.Optimizer``, or a list of several; None for the weights alone.
-        scheduler: Its learning-rate scheduler.
+        scheduler: Its learning-rate scheduler, or several by name.
+        extra: The states of other objects, by name.
 
     Raises:
         ArgumentError: The model is not a module, or a tensor is distributed as partial sums.
@@ -288,7 +291,7 @@ def live_state(model: Any, optimizer: Any = None, scheduler: Any = None) -> Live
     return LiveState(
         pieces=pieces,
         ungrouped=[name for name, p in named.parameters.items() if p.requires_grad and name not in of_groups],
-        values=scheduler_values(scheduler),
+        values={**scheduler_values(scheduler), **extra_values(extra or {})},
         aliases=named.aliases,
         others=named.others,
         frozen=[name for name, p in named.parameters.items() if not p.requires_grad],
@@ -413,8 +416,15 @@ def options_of(group: Mapping[str, Any]) -> dict[str, str]:
 
 
 def scheduler_values(scheduler: Any) -> dict[str, str]:
-    """Return the state of a scheduler as text, by path."""
-    return leaves("scheduler", scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}, tensor_text)
+    """Return the state of a scheduler, or of several by name, as text by path."""
+    several = scheduler if isinstance(scheduler, Mapping) else {"": scheduler}
+    states = {name: one.state_dict() if hasattr(one, "state_dict") else {} for name, one in several.items()}
+    return leaves("scheduler", states[""] if [*states] == [""] else states, tensor_text)
+
+
+def extra_values(states: Mapping[str, Any]) -> dict[str, str]:
+    """Return the items of the states of other objects as text, by "extra.name.key"."""
+    return {key: text for name, state in states.items() for key, text in values_of(f"extra.{name}", state).items()}
 
 
 def values_of(kind: str, state: Any) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""A torch run on this rank: the tensors of its model, its optimizers and its scheduler."""
+"""A torch run on this rank: the tensors of its models, optimizers, schedulers, and other objects with a state."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +10,13 @@ import torch
 
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.strided import is_expanded
-from ckpttool.integrations.torch.live import NamedTensors, named_tensors
+from ckpttool.integrations.torch.live import NamedTensors, named_tensors, unwrapped
 from ckpttool.integrations.torch.optimizers import check_class
+from ckpttool.messages import brief
 from ckpttool.targets.zero.match import LiveModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.integrations.live.options import LoadOptions
 
@@ -27,8 +29,10 @@ class LiveRun:
     """The model's tensors."""
     optimizers: Sequence[Any]
     """Its optimizers; empty if only weights are loaded."""
-    scheduler: Any
-    """The learning-rate scheduler, or None."""
+    schedulers: Mapping[str, Any]
+    """The learning-rate schedulers by name; one alone under ""."""
+    extra: Mapping[str, Any]
+    """Other objects with a state, by name."""
 
     @property
     def groups(self) -> list[tuple[Any, dict[str, Any]]]:
@@ -71,19 +75,20 @@ class LiveRun:
         )
 
 
-def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) -> LiveRun:
+def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions, extra: Any = None) -> LiveRun:
     """Return the live run of the arguments of ``ckpttool.load``.
 
     Args:
-        model: The module.
-        optimizer: Its optimizer, or a list of several; True or False if none is passed.
-        scheduler: Its scheduler; True or False if none is passed.
+        model: The module, or several by name.
+        optimizer: Its optimizer, or a list of several, or several by name; True or False if none is passed.
+        scheduler: Its scheduler, or several by name; True or False if none is passed.
         options: What to load.
+        extra: Other objects with a state, by name; None without any.
 
     Raises:
         ArgumentError: An argument is missing, or has another type.
     """
-    named = named_tensors(model)
+    named = named_tensors(one_module(model))
     for name, tensor in (*named.parameters.items(), *named.buffers.items()):
         if torch.nn.parameter.is_lazy(tensor):
             raise ArgumentError(name, "has no shape yet", "call the model once before the load")
@@ -91,27 +96,78 @@ def torch_run(model: Any, optimizer: Any, scheduler: Any, options: LoadOptions) 
             raise ArgumentError(name, "is on the meta device, without memory", "call model.to_empty(device=...) first")
         if is_expanded(tensor.shape, tensor.stride()):
             raise ArgumentError(name, "is an expanded view, which torch cannot write into", "register a clone() of it")
-    extra = [name for name in named.others if name.endswith("_extra_state")]
-    if extra and options.strict:
+    of_modules = [name for name in named.others if name.endswith("_extra_state")]
+    if of_modules and options.strict:
         problem = "is extra state of a module, which is not loaded"
-        raise ArgumentError(extra[0], problem, "pass strict=False, and it keeps the run's values")
-    if options.without_optimizer:
-        optimizers: list[Any] = []
-    elif isinstance(optimizer, bool) or optimizer is None:
-        hint = "pass optimizer=..., or weights_only=True for the weights alone"
-        raise ArgumentError("optimizer", "is missing", hint)
-    else:
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or weights_only=True")
-        if len({*map(id, optimizers)}) < len(optimizers):
-            raise ArgumentError("optimizer", "is in the list twice", "pass each once")
+        raise ArgumentError(of_modules[0], problem, "pass strict=False, and it keeps the run's values")
+    optimizers = [] if options.without_optimizer else _optimizers(model, optimizer)
     for one in optimizers:
         check_class(one)
-    given = None if isinstance(scheduler, bool) or options.weights_only else scheduler
-    if given is not None and not hasattr(given, "load_state_dict"):
-        raise ArgumentError("scheduler", f"is a {type(given).__name__}, not a scheduler", "pass the scheduler itself")
-    owner = getattr(given, "optimizer", None)
-    if owner is not None and optimizers and all(owner is not one for one in optimizers):
-        raise ArgumentError("scheduler", "is of another optimizer", "pass the optimizer that it was made for")
-    return LiveRun(named, optimizers, given)
+    schedulers = {} if isinstance(scheduler, bool) or scheduler is None or options.weights_only else _by_name(scheduler)
+    for one in schedulers.values():
+        if not hasattr(one, "load_state_dict"):
+            hint = "pass the scheduler itself, or several by name"
+            raise ArgumentError("scheduler", f"is a {type(one).__name__}, not a scheduler", hint)
+        owner = getattr(one, "optimizer", None)
+        if owner is not None and optimizers and all(owner is not own for own in optimizers):
+            raise ArgumentError("scheduler", "is of another optimizer", "pass the optimizer that it was made for")
+    return LiveRun(named, optimizers, schedulers, {} if options.weights_only else checked_extra(extra))
+
+
+def one_module(model: Any) -> Any:
+    """Return several models by name as one module, whose parameters begin with the names; a single one unchanged.
+
+    Raises:
+        ArgumentError: A name has a dot, or one of them is not a module.
+    """
+    if not isinstance(model, Mapping):
+        return model
+    for name, one in model.items():
+        if not isinstance(one, torch.nn.Module):
+            problem = f"has a {type(one).__name__} under the name {brief(name)}, not a torch.nn.Module"
+            raise ArgumentError("model", problem, "pass the models that are trained")
+        if not isinstance(name, str) or not name or "." in name or hasattr(torch.nn.ModuleDict, name):
+            problem = f"has the name {brief(name)}, which cannot begin the names of parameters"
+            raise ArgumentError("model", problem, "use letters and digits")
+    return torch.nn.ModuleDict({name: unwrapped(one) for name, one in model.items()})
+
+
+def _by_name(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else {"": given}
+
+
+def _optimizers(model: Any, given: Any) -> list[Any]:
+    """Return the optimizers of an argument."""
+    if isinstance(given, bool) or given is None:
+        hint = "pass optimizer=..., or weights_only=True for the weights alone"
+        raise ArgumentError("optimizer", "is missing", hint)
+    by_name = isinstance(given, Mapping) and isinstance(model, Mapping)
+    if by_name and (strangers := given.keys() - model.keys()):
+        problem = f"has the name {brief(min(map(str, strangers)))}, which is not the name of a model"
+        raise ArgumentError("optimizer", problem, "pass optimizers by the names of their models, or as a list")
+    several = given.values() if by_name else given
+    found = [*several] if by_name or isinstance(given, list | tuple) else [given]
+    if not found:
+        raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or weights_only=True")
+    if len({*map(id, found)}) < len(found):
+        raise ArgumentError("optimizer", "is in the list twice", "pass each once")
+    return found
+
+
+def checked_extra(extra: Any) -> Mapping[str, Any]:
+    """Return objects with a state by name; empty for None.
+
+    Raises:
+        ArgumentError: It is not a mapping, or an object has no state.
+    """
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
+        raise ArgumentError(
+            "extra", f"is {brief(extra)}, not objects by name", 'pass a dict, such as {"scaler": scaler}'
+        )
+    for name, one in extra.items():
+        if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+            problem = f"has a {type(one).__name__} as {brief(name)}, without state_dict or load_state_dict"
+            raise ArgumentError("extra", problem, "pass the object itself, or save values in client_state")
+    return extra

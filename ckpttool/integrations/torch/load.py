@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -48,7 +49,7 @@ from ckpttool.saving.coordination import attempt
 from ckpttool.targets.zero.match import fit, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.integrations.live.options import LoadOptions
@@ -63,6 +64,8 @@ OF_THE_RUN = frozenset({"params", "param_names", "foreach", "fused", "capturable
 """Options of a group that say how a run computes; it keeps its own."""
 OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
 """Options that schedulers add to a group."""
+SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+"""Keys of the state of a GradScaler of torch that is enabled."""
 CHOSEN = frozenset({"weight_decay", "eps", "betas", "momentum", "dampening", "alpha", "rho"})
 """Options that a user chooses, beside those that are on or off, and that no optimizer changes."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
@@ -123,10 +126,12 @@ class PreparedRun:
     client_state: Mapping[str, Any]
     states: tuple[str, ...]
     """Names of the optimizer's states."""
-    scheduler: Mapping[str, Any] | None
-    """The state to load into the scheduler; None if it keeps its own."""
+    schedulers: Mapping[str, Any]
+    """The state to load into each scheduler by its name; without those that keep their own."""
     reordered: bool
-    """Whether the scheduler's groups differ from the saved groups, in number or order."""
+    """Whether the groups of a scheduler differ from the saved groups, in number or order."""
+    extra: Mapping[str, Any]
+    """The state to load into other objects by their names; without those that keep their own."""
     options: Sequence[Mapping[str, Any]]
     """Options to set in each group."""
     rank_state: Any
@@ -148,17 +153,20 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     began = time.perf_counter()
     made = attempt(partial(_prepare, run, checkpoint, options, ranks))
 
-    def decide(restores: list[bool]) -> None:
-        if odd := next((rank for rank, one in enumerate(restores) if one != restores[0]), 0):
+    def decide(restored: list[list[str]]) -> None:
+        if odd := next((rank for rank, one in enumerate(restored) if one != restored[0]), 0):
             problem = (
-                f"has a scheduler that fits the run on rank {odd if restores[odd] else 0} alone of ranks 0 and {odd}"
+                f"has a scheduler that fits the run on rank {odd if restored[odd] else 0} alone of ranks 0 and {odd}"
             )
             raise PlanError(checkpoint.location, problem, "build the same scheduler on all ranks")
 
-    ranks.exchange(checkpoint.location, lambda: made.result().scheduler is not None, decide)
+    ranks.exchange(checkpoint.location, lambda: [*made.result().schedulers], decide)
     prepared = made.result()
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
+    if run.extra and not options.dry_run:  # first: the rest of the run is unchanged if one fails
+        loaded = attempt(partial(_load_extra, run, prepared))
+        ranks.exchange(checkpoint.location, loaded.result, lambda _: None)
     if not options.dry_run:
         with torch.no_grad():
             _commit(run, prepared)
@@ -176,7 +184,8 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
 
 def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> LiveState:
     """Return the live state after a load, with the values that the load returns."""
-    state = live_state(run.named.module, optimizers, run.scheduler)
+    extra = {name: one.state_dict() for name, one in run.extra.items()}
+    state = live_state(run.named.module, optimizers, run.schedulers, extra)
     values = {**state.values, **values_of("client_state", report.client_state)}
     own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
     return replace(state, values=values, own={**state.own, **own})
@@ -195,8 +204,10 @@ def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
     without = OF_THE_RUN | options
     if report.groups_kept:
         without |= {"groups"}
-    if not report.scheduler or prepared.reordered:  # its lists have the order of groups
-        without |= {"scheduler"}
+    if len(prepared.schedulers) < len(run.schedulers) or not report.scheduler or prepared.reordered:
+        without |= {"scheduler"}  # its lists have the order of groups
+    if prepared.extra.keys() != run.extra.keys():
+        without |= {"extra"}
     return Scope(
         weights_only=report.weights_only,
         without_optimizer=not (report.optimizer or report.weights_only),
@@ -243,17 +254,17 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             {key: value for key, value in group.hyperparameters.items() if isinstance(value, Opaque)}
             for group in fitted.checkpoint.groups
         ]
-        run_state = read_run_state(checkpoint, options, {"options": objects})
-        places = _places(run, checkpoint, fitted) if options.scheduler and run.scheduler is not None else []
-        scheduler, why = _scheduler_state(run, checkpoint, places, run_state["scheduler"], options)
+        of_all = {name: checkpoint.data_states[name] for name in run.extra if name in checkpoint.data_states}
+        run_state = read_run_state(checkpoint, options, {"options": objects, "extra": of_all})
+        schedulers, reordered, kept = _scheduler_states(run, checkpoint, fitted, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
-        if why:
-            file = "" if has_state(checkpoint) else file_beside(checkpoint)
-            hint = f"; {file} is not read: load it with scheduler.load_state_dict(torch.load(...))" if file else ""
-            notes.append(f"the scheduler keeps its state, and computes the next rate from it: {why}{hint}")
+        notes += kept
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
+        of_rank = {} if options.weights_only or not of_ranks else of_ranks.other_states(ranks.rank if same else 0)
+        extra, of_extra = _extra_states(run, checkpoint, run_state["extra"], of_rank if same else {}, {*of_rank})
+        notes += of_extra if not options.weights_only else []
         new = [*map(_options, fitted.checkpoint.groups, run_state["options"], known)]
         for (_, group), own_options in zip(run.groups, new, strict=True):
             _check_options(checkpoint, group, own_options)
@@ -265,8 +276,9 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             numbers=numbers,
             states=tuple(sorted({one.key for one in wanted} - {WEIGHTS} | {one.key for one in numbers})),
             client_state=run_state["client_state"],
-            scheduler=scheduler,
-            reordered=places != [*range(len(checkpoint.groups))],
+            schedulers=schedulers,
+            reordered=reordered,
+            extra=extra,
             options=new,
             rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
             rank_states=() if options.weights_only else of_ranks,
@@ -294,9 +306,9 @@ def _check_trained(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> None
         raise ArgumentError("optimizer", problem, "pass all optimizers as a list")
 
 
-def _places(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> list[int | None]:
-    """Return the saved group of each group of the scheduler's optimizer; None if its parameters were in several."""
-    owner = getattr(run.scheduler, "optimizer", None)
+def _places(run: LiveRun, scheduler: Any, checkpoint: Checkpoint, fitted: Fitted) -> list[int | None]:
+    """Return the saved group of each group of a scheduler's optimizer; None if its parameters were in several."""
+    owner = getattr(scheduler, "optimizer", None)
     group_of = {p.name: p.group for p in checkpoint.parameters}
     groups = [group for _, group in run.groups] if owner is None else owner.param_groups
     places: list[int | None] = []
@@ -308,23 +320,100 @@ def _places(run: LiveRun, checkpoint: Checkpoint, fitted: Fitted) -> list[int | 
     return places
 
 
-def _scheduler_state(
-    run: LiveRun, checkpoint: Checkpoint, places: Sequence[int | None], saved: Any, options: LoadOptions
-) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the state to load into the scheduler, or None and why it keeps its own.
+def _scheduler_states(
+    run: LiveRun, checkpoint: Checkpoint, fitted: Fitted, saved: Any, options: LoadOptions
+) -> tuple[dict[str, Any], bool, list[str]]:
+    """Return the states to load into the schedulers.
+
+    Args:
+        run: The run.
+        checkpoint: The checkpoint.
+        fitted: The checkpoint matched with the run.
+        saved: The saved state, of several schedulers by name.
+        options: The options of the load.
+
+    Returns:
+        The states by name; whether groups have another order than in the checkpoint; and notes on the others.
 
     Raises:
-        ArgumentError: The scheduler does not take the state.
+        ArgumentError: A scheduler does not take its state.
     """
-    if run.scheduler is None or not options.scheduler:
-        return None, ""
-    try:
-        state = state_for(run.scheduler, checkpoint, saved, places, len(checkpoint.groups))
-    except Unfit as unfit:
-        return None, str(unfit)
-    if not options.dry_run:
-        check_loads(run.scheduler, state)
-    return state, ""
+    found: dict[str, Any] = {}
+    notes, reordered = [], False
+    for name, scheduler in run.schedulers.items() if options.scheduler else ():
+        own = saved if not name else saved.get(name) if isinstance(saved, Mapping) else None
+        places = _places(run, scheduler, checkpoint, fitted)
+        owner = getattr(scheduler, "optimizer", None)
+        reordered |= places != [n for n, (one, _) in enumerate(run.groups) if owner is None or one is owner]
+        try:
+            found[name] = state_for(scheduler, checkpoint, own, places, len(checkpoint.groups))
+        except Unfit as unfit:
+            file = "" if has_state(checkpoint) else file_beside(checkpoint)
+            hint = f"; {file} is not read: load it with scheduler.load_state_dict(torch.load(...))" if file else ""
+            which = f"the scheduler {name}" if name else "the scheduler"
+            notes.append(f"{which} keeps its state, and computes the next rate from it: {unfit}{hint}")
+            continue
+        if not options.dry_run:
+            check_loads(scheduler, found[name])
+    return found, reordered, notes
+
+
+def _extra_states(
+    run: LiveRun, checkpoint: Checkpoint, of_all: Mapping[str, Any], of_rank: Mapping[str, Any], of_ranks: set[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the states to load into the other objects of the run, and notes on those that keep their own.
+
+    Args:
+        run: The run.
+        checkpoint: The checkpoint.
+        of_all: The saved states that all ranks had.
+        of_rank: Those that this rank had; empty on other ranks than saved them.
+        of_ranks: The names of all states of single ranks.
+    """
+    found = {**of_all, **{name: own for name, own in of_rank.items() if name in run.extra}}
+    notes = []
+    for name, one in run.extra.items():
+        if name in found:
+            continue
+        if scaler := _of_loss_scale(one.state_dict(), checkpoint):
+            found[name] = scaler
+            notes.append(f"{name} has the loss scale of DeepSpeed, and its own settings")
+        elif name in of_ranks:
+            notes.append(f"{name} keeps its state: each rank saved its own, and other ranks load now")
+        else:
+            notes.append(f"{name} keeps its state: the checkpoint has none")
+    if left := sorted((checkpoint.data_states.keys() | of_ranks) - run.extra.keys()):
+        notes.append(f"not restored: {', '.join(left)}; pass extra=... with the objects by these names")
+    return found, notes
+
+
+def _of_loss_scale(own: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the state of torch's GradScaler with the loss scale of DeepSpeed; empty for other objects.
+
+    Source: torch 2.13, amp/grad_scaler.py (``state_dict``); DeepSpeed 0.19, runtime/fp16/loss_scaler.py
+    (``DynamicLossScaler.update_scale``).
+    """
+    state = getattr(checkpoint.loss_scaler, "state", None)
+    if own.keys() != SCALER or not isinstance(state, Mapping) or not isinstance(state.get("cur_scale"), int | float):
+        return {}
+    now, last = (state.get(key) for key in ("cur_iter", "last_overflow_iter"))
+    since = now - last - 1 if isinstance(now, int) and isinstance(last, int) else 0
+    tracker = max(since, 0) % max(int(own["growth_interval"]), 1)
+    return {**own, "scale": float(state["cur_scale"]), "_growth_tracker": tracker}
+
+
+def _load_extra(run: LiveRun, prepared: PreparedRun) -> None:
+    """Load the states of the other objects.
+
+    Raises:
+        PlanError: One does not take its state.
+    """
+    for name, state in prepared.extra.items():
+        try:
+            run.extra[name].load_state_dict(copy.deepcopy(state))
+        except Exception as error:
+            problem = f"has a state of {name} that cannot be loaded: {type(error).__name__}: {error}"
+            raise PlanError(prepared.checkpoint.location, problem, "build the object of the saved run") from error
 
 
 def _options(saved: ParamGroup, objects: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
@@ -343,7 +432,7 @@ def _options(saved: ParamGroup, objects: Mapping[str, Any], known: set[str]) -> 
 
 def _replaced(run: LiveRun, new: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a note on the options of the run that the checkpoint's replace; rates differ in every resume."""
-    scheduled = {"betas", "momentum"} if run.scheduler is not None else set()
+    scheduled = {"betas", "momentum"} if run.schedulers else set()
     found: dict[str, None] = {}
     for (_, group), saved in zip(run.groups, new, strict=True):
         for key in sorted(saved.keys() & group.keys() - scheduled):
@@ -480,10 +569,11 @@ def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> I
         yield f"{key} are rounded from {types}, the type of the run"
     if has_gradients(run.named.module):
         yield "the gradients that the run has are dropped"
-    if run.optimizers and run.scheduler is None and has_state(checkpoint):
+    if run.optimizers and not run.schedulers and has_state(checkpoint):
         yield "the checkpoint has the state of a scheduler, which is not restored: pass scheduler=..."
-    if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers:
-        yield "the loss scale is not restored: a torch run keeps it in its own GradScaler"
+    scaled = any(one.state_dict().keys() == SCALER for one in run.extra.values())
+    if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers and not scaled:
+        yield 'the loss scale is not restored: pass extra={"scaler": scaler} with the GradScaler of the run'
 
 
 def _read(
@@ -551,8 +641,8 @@ def _commit(run: LiveRun, prepared: PreparedRun) -> None:
     for name, own in states.items():
         owners[name].state[tensors[name]] = own
     drop_gradients(run.named.module)
-    if prepared.scheduler is not None:
-        run.scheduler.load_state_dict(copy.deepcopy(dict(prepared.scheduler)))
+    for name, state in prepared.schedulers.items():
+        run.schedulers[name].load_state_dict(copy.deepcopy(dict(state)))
     filled: set[int] = set()
     for (_, group), saved in zip(run.groups, prepared.options, strict=True):
         filled |= _set_options(group, saved, filled)
@@ -627,7 +717,7 @@ def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ra
         states=prepared.states,
         groups_restored=tuple(n for n in groups if n not in kept),
         groups_kept=kept,
-        scheduler=prepared.scheduler is not None,
+        scheduler=bool(prepared.schedulers),
         loss_scale=False,
         missing=fitted.missing,
         unexpected=fitted.unexpected,
@@ -637,4 +727,5 @@ def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ra
         client_state=prepared.client_state,
         rank_state=prepared.rank_state,
         rank_states=prepared.rank_states,
+        extra=tuple(prepared.extra),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from ckpttool.saving.provenance import current_provenance, note_restored
 from ckpttool.saving.two_phase import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import Save
@@ -41,22 +42,25 @@ class TorchRun:
     """A torch run on this rank.
 
     Args:
-        model: The model.
-        optimizer: Its optimizer, or a list of several; False for the weights alone.
-        scheduler: Its learning-rate scheduler; True or False without one.
+        model: The model, or several by name.
+        optimizer: Its optimizer, or a list of several, or several by name; False for the weights alone.
+        scheduler: Its learning-rate scheduler, or several by name; True or False without one.
         step: The steps of the run, for a save.
+        extra: Other objects with a state, by name.
     """
 
     without_thinning = "a torch run"
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None) -> None:
-        self.objects: Mapping[str, Any] = {"": unwrapped(model)}
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any = None) -> None:
+        first = next(iter(model.values())) if isinstance(model, Mapping) else model
+        self.objects: Mapping[str, Any] = {"": unwrapped(first)}
         self.kind: dict[str, Any] = {
             "run": "a torch model",
             "optimizer": _classes_of(optimizer),
             "scheduler": _classes_of(scheduler),
+            "extra": sorted(map(str, extra)) if isinstance(extra, Mapping) else [],
         }
-        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._model, self._optimizer, self._scheduler, self._extra = model, optimizer, scheduler, extra
         self._step: Any = step
         self._checked: LiveRun | None = None
 
@@ -79,6 +83,7 @@ class TorchRun:
             self._optimizer,
             self._scheduler,
             LoadOptions(strict=False, optimizer=self._optimizer is not False),
+            self._extra,
         )
         check_saved(run)
         request = Request(
@@ -88,7 +93,7 @@ class TorchRun:
             metrics=checked_metrics(save.metrics),
             versions={"ckpttool": __version__, "torch": str(torch.__version__)},
             overwrite=save.overwrite,
-            provenance=current_provenance(run.named.module) if provenance and ranks.rank == 0 else {},
+            provenance=current_provenance(self.objects[""]) if provenance and ranks.rank == 0 else {},
             latest=save.save_latest,
             before=save.before,
             root_files=save.root_files,
@@ -111,15 +116,15 @@ class TorchRun:
 
     def check(self, options: LoadOptions) -> None:
         """Check that a load can begin."""
-        self._checked = torch_run(self._model, self._optimizer, self._scheduler, options)
+        self._checked = torch_run(self._model, self._optimizer, self._scheduler, options, self._extra)
 
     def restore(self, opened: Sequence[Checkpoint], options: LoadOptions, ranks: Ranks) -> list[LoadReport]:
         """Load an open checkpoint."""
         (checkpoint,) = opened
-        run = self._checked or torch_run(self._model, self._optimizer, self._scheduler, options)
+        run = self._checked or torch_run(self._model, self._optimizer, self._scheduler, options, self._extra)
         report = load_run(run, checkpoint, options, ranks)
         if not options.dry_run:
-            note_restored(run.named.module, checkpoint)
+            note_restored(self.objects[""], checkpoint)
         return [report]
 
 
@@ -141,4 +146,5 @@ def _steps(given: Any) -> int:
 
 def _classes_of(given: Any) -> list[str]:
     """Return the classes of optimizers or schedulers, which are the same on all ranks."""
-    return [type(one).__name__ for one in (given if isinstance(given, list | tuple) else [given])]
+    several = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
+    return [type(one).__name__ for one in several]
