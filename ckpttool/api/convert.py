@@ -322,7 +322,8 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
-        written = client_state_of(checkpoint, LAYOUTS[target.layout or "nested"]) if target.to == "dcp" else ()
+        names = LAYOUTS[target.layout or "nested"] if target.to == "dcp" else None
+        written = () if names is None else client_state_of(checkpoint.client_state, names)
         if left := [str(name) for name in checkpoint.client_state if name not in written]:
             lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
         losses += [f"not written: {', '.join(lost)}"] if lost else []

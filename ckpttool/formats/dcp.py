@@ -338,7 +338,7 @@ def read_dcp(storage: Storage, location: Location, _report: Report, kinds: Kinds
     Args:
         storage: Its storage.
         location: Its directory.
-        kinds: The buffers and the frozen parameters; None if they are unknown.
+        kinds: The buffers, the frozen parameters and the groups; None if they are unknown.
 
     Raises:
         CkptError: The checkpoint is damaged, or has an unsupported form.
@@ -350,7 +350,7 @@ def read_dcp(storage: Storage, location: Location, _report: Report, kinds: Kinds
     return _read(storage, location, [""], kinds)
 
 
-def read_dcp_pair(storage: Storage, location: Location, _report: Report) -> Checkpoint:
+def read_dcp_pair(storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None) -> Checkpoint:
     """Read a model and its optimizer that Accelerate has saved as two distributed checkpoints.
 
     Source: Accelerate 1.15, utils/fsdp_utils.py (``save_fsdp_model``, ``save_fsdp_optimizer``).
@@ -359,14 +359,15 @@ def read_dcp_pair(storage: Storage, location: Location, _report: Report) -> Chec
         CkptError: One of them is damaged or has an unsupported form, or they are of different models.
     """
     names = {entry.name for entry in storage.listing(location.directory) if entry.is_dir}
-    return _read(storage, location, [name for name in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER) if name in names])
+    parts = [name for name in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER) if name in names]
+    return _read(storage, location, parts, kinds)
 
 
 def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kinds | None = None) -> Checkpoint:
     """Read one state dict from the distributed checkpoints in some directories below a location."""
     entries = StateDict(step=recorded_step(storage, location.directory))
     if kinds is not None:
-        entries.buffers, entries.frozen = kinds
+        entries.buffers, entries.frozen, entries.grouped = kinds
     files: list[CheckpointFile] = []
     ranks = 1
     for part in parts:

@@ -33,7 +33,7 @@ from ckpttool.model import (
 from ckpttool.storage import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.formats.location import Location
     from ckpttool.model import CheckpointFile, DeviceMesh, Replica, Topology
@@ -44,10 +44,12 @@ STEP = "step"
 
 
 class Kinds(NamedTuple):
-    """The tensors of a model that an optimizer does not update, by name, where the reader knows them."""
+    """The kinds of a model's tensors by name, where the reader knows them."""
 
     buffers: frozenset[str]
     frozen: frozenset[str]
+    groups: Sequence[Sequence[str]]
+    """The parameters of each group of the optimizer, in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +90,8 @@ class StateDict:
     """State of the scheduler."""
     mesh: DeviceMesh | None = None
     """The mesh of DTensors."""
+    grouped: Sequence[Sequence[str]] | None = None
+    """Parameters of each group, if the reader knows them beside a flattened state dict."""
     unsharded: frozenset[str] = frozenset()
     """Parameters that every rank has whole, beside DTensors."""
     left_out: str = ""
@@ -127,13 +131,18 @@ class StateDict:
             n: s for n, s in weights.items() if (DTYPES[s.dtype].floating if known is None else n not in known)
         }
         states, listed = self.states, self.groups
-        if self.flattened:
+        if self.flattened and self.grouped is not None:
+            own = (next((self.options[name] for name in names if name in self.options), {}) for names in self.grouped)
+            listed = {str(n): {**options, "params": [*self.grouped[n]]} for n, options in enumerate(own)}
+        elif self.flattened:
             options = {aliases.get(name, name): own for name, own in self.options.items()}
             states = {aliases.get(name, name): own for name, own in states.items()}
             listed = listed | _group_by_hyperparameters(path, options, states, weights)
         single = _numbers_elsewhere(self.numbers, trainable)
         updated = {*states, *self.numbers} if self.frozen is None else trainable.keys() - self.frozen
-        groups, group_of, numbers = _groups(listed, trainable, self.numbers, updated, ordered=not self.flattened)
+        groups, group_of, numbers = _groups(
+            listed, trainable, self.numbers, updated, ordered=not self.flattened or self.grouped is not None
+        )
         parameters = []
         for name, weight in trainable.items():
             # The optimizer has states only for the parameters that it updates.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import LayoutError
-from ckpttool.formats.dcp import METADATA, read_dcp
+from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, read_dcp, read_dcp_pair
 from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.state_dict import Kinds
 from ckpttool.formats.thin import embedded_in, names_in
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
+READERS = ((read_dcp, METADATA), (read_dcp_pair, posixpath.join(ACCELERATE_MODEL, METADATA)))
+"""Readers of distributed checkpoints, with a file by which each knows its own."""
+
+
 def read_torch_run(storage: Storage, location: Location, report: Report) -> Checkpoint | None:
     """Read the layout of a save of a torch run, without tensor bytes.
 
@@ -36,7 +40,8 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     Raises:
         CkptError: The checkpoint is damaged.
     """
-    if not storage.exists(posixpath.join(location.directory, METADATA)):
+    read = next((one for one, name in READERS if storage.exists(posixpath.join(location.directory, name))), None)
+    if read is None:
         return None
     path = posixpath.join(location.directory, RUN_STATE)
     with storage.open(path, ahead=True) as reader:
@@ -45,8 +50,9 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     if not isinstance(torch.root, dict):
         raise LayoutError(path, "is not the state of a run", RESTORE)
     fields = Fields(path, "", torch.root)
-    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")))
-    found = read_dcp(storage, location, report, kinds)
+    groups = [[*map(str, one)] for one in fields.get("groups", list) if isinstance(one, list)]
+    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)
+    found = read(storage, location, report, kinds)
     return replace(
         found,
         latest=LATEST,

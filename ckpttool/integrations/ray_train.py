@@ -79,6 +79,8 @@ class RayTrainCheckpoints:
         blocking: Whether ``report`` returns after the checkpoint is committed and reported. If not, the state is copied
             to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
             reports the checkpoint.
+        layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested", as
+            ``get_state_dict`` has them; "flat", "app", "accelerate" or "torchtitan" as for ``convert``.
         timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
@@ -94,6 +96,7 @@ class RayTrainCheckpoints:
         self,
         *,
         blocking: bool = True,
+        layout: str = "nested",
         timeout: float = TIMEOUT,
         grace: float = GRACE,
         allow: Collection[str] = (),
@@ -107,6 +110,7 @@ class RayTrainCheckpoints:
             at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
             self._run.root,
+            layout=layout,
             async_save=not blocking,
             timeout=timeout,
             storage=self._run.storage,

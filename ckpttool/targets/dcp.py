@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from ckpttool.plan.builder import CopyBuilder
 from ckpttool.targets.torch import TorchFileBuilder, group_options, plain_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.plan import ConsistencyChecks
@@ -58,6 +59,16 @@ class DcpLayout:
     """Keys before the names of numbers and texts of the client state; empty to leave them out."""
     directories: tuple[str, str] = ("", "")
     """Directories of the model and of the optimizer, each a distributed checkpoint."""
+
+    def of_state(self, name: str, key: str) -> Path:
+        """Return the path of the state of a parameter."""
+        return (*self.optimizer, f"state.{name}.{key}") if self.flat else (*self.optimizer, "state", name, key)
+
+    def of_option(self, group: int, listed: Sequence[str], key: str) -> list[Path]:
+        """Return the paths of an option of a group, which flat keys repeat for each of its parameters."""
+        if self.flat:
+            return [(*self.optimizer, f"param_groups.{name}.{key}") for name in listed]
+        return [(*self.optimizer, "param_groups", group, key)]
 
 
 LAYOUTS = {
@@ -230,31 +241,26 @@ def _entries(checkpoint: Checkpoint, builder: CopyBuilder, names: DcpLayout) -> 
             options["param_names"] = listed  # an optimizer made from named_parameters() asks for it
         for name in listed if names.flat else ("",):
             for key, value in options.items():
-                path: Path = (*names.optimizer, "param_groups", g, key)
-                if names.flat:
-                    path = (*names.optimizer, f"param_groups.{name}.{key}")
+                (path,) = names.of_option(g, [name], key)
                 if isinstance(value, TensorFloat | TensorInteger):
                     yield "optimizer", name, _scalar_entry(builder, path, value, value.dtype)
                 else:
                     yield "optimizer", name, _object(builder, path, value)
-    for key, value in client_state_of(checkpoint, names).items():
+    for key, value in client_state_of(checkpoint.client_state, names).items():
         yield "client", key, _object(builder, (*names.client, key), value)
 
 
-def client_state_of(checkpoint: Checkpoint, layout: DcpLayout) -> dict[str, Any]:
-    """Return the numbers and texts of the client state, which are entries of the layout."""
+def client_state_of(client_state: Mapping[str, Any], layout: DcpLayout) -> dict[str, Any]:
+    """Return the numbers and texts of a client state, which are entries of the layout."""
     own = {*layout.model[-1:], *layout.optimizer[-1:]}
-    found = {k: v for k, v in checkpoint.client_state.items() if k not in own and type(v) in {bool, int, float, str}}
+    found = {k: v for k, v in client_state.items() if k not in own and type(v) in {bool, int, float, str}}
     return found if layout.client else {}
 
 
 def _states(
     checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: DcpLayout
 ) -> Iterator[_TensorEntry]:
-    def path(key: str) -> Path:
-        flat = (*names.optimizer, f"state.{parameter.name}.{key}")
-        return flat if names.flat else (*names.optimizer, "state", parameter.name, key)
-
+    path = partial(names.of_state, parameter.name)
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE, STEP}:
             yield _tensor(builder, path(key), state, state.dtype)

@@ -15,6 +15,7 @@ from ckpttool.integrations.live.request import Save
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.saving.files import HostPayload
+from ckpttool.targets.dcp import LAYOUTS
 from tests import sampling
 from tests.forked import each_on_ranks
 from tests.integrations.test_load import MESHES, _held, _wrapped
@@ -526,7 +527,9 @@ def test_an_option_of_another_form_changes_nothing(tmp_path: Path) -> None:
 def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path) -> None:
     net = Small()
     save = Save()
-    found = chunks.described(torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path))
+    found = chunks.described(
+        torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path), "nested"
+    )
     before = [piece.digest() for piece in found.state.pieces]
     held: dict[int | None, Any] = {
         0: HostPayload(memoryview(bytearray(found.state.pieces[0].tensor.numpy().tobytes())))
@@ -538,9 +541,11 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
 
 
 def test_parts_that_do_not_fill_a_tensor_are_refused_before_the_first_byte(tmp_path: Path) -> None:
-    found = chunks.described(torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path))
+    found = chunks.described(
+        torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path), "nested"
+    )
     entry = next(one for one in found.entries if one.path[-1] == "last.weight")
-    half = chunks.DcpIndex([entry._replace(tensor=entry.tensor[:, :1])], 0, str(tmp_path))
+    half = chunks.DcpIndex([entry._replace(tensor=entry.tensor[:, :1])], 0, str(tmp_path), LAYOUTS["nested"])
     with refused(ckpttool.CkptError):
         half.share([half.parts()] * 2)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import checked_path
+from ckpttool.arguments import check_choice, checked_path
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import find
 from ckpttool.catalog.retention import GRACE, Rules, format_best
@@ -37,6 +37,7 @@ from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.saving.provenance import begin as begin_provenance
 from ckpttool.storage import LOCAL, is_url, local_path, open_storage, without_credentials
 from ckpttool.storage.confined import confined
+from ckpttool.targets.dcp import LAYOUTS
 
 if TYPE_CHECKING:
     import os
@@ -77,6 +78,8 @@ class CheckpointManager:
             first rank writes them after a save, with ``async_save`` in the background.
         thin_every: Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says otherwise,
             and remove the others, thin ones included.
+        layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested", as
+            ``get_state_dict`` has them; "flat", "app", "accelerate" or "torchtitan" as for ``convert``.
         async_save: Return after the state is copied to host memory, and write in the background.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.
@@ -106,6 +109,7 @@ class CheckpointManager:
         keep_for: float | str | None = None,
         thin: str | None = None,
         thin_every: int | None = None,
+        layout: str = "nested",
         async_save: bool = False,
         timeout: float = TIMEOUT,
         grace: float = GRACE,
@@ -131,6 +135,7 @@ class CheckpointManager:
             rules = (keep_last, keep_every, best, keep_for, thin, thin_every)
             self._rules = None if all(rule is None for rule in rules) else Rules(*rules)
             self._key = read_key(sign_key)
+            check_choice("layout", layout, tuple(LAYOUTS))
             self._signals = SignalWatch(signals)
         except Exception:
             _skip_meeting()
@@ -142,7 +147,7 @@ class CheckpointManager:
         self._timeout = timeout
         self._grace = grace
         self._on_save = on_save
-        self._kept = Kept(self.root if self._storage is LOCAL else None, async_save)
+        self._kept = Kept(self.root if self._storage is LOCAL else None, async_save, layout)
         self._background = Background()
         self._group: Any = None
         self._saved: KnownEngines = {}
@@ -239,7 +244,7 @@ class CheckpointManager:
             known: The engines of the run, which gets these.
         """
         began, ranks = time.perf_counter(), self._ranks
-        asked = run.asked(save) | {"root": root, "async_save": self.saves_in_background}
+        asked = run.asked(save) | {"root": root, "async_save": self.saves_in_background, "layout": self._kept.layout}
         what = root if asked["tag"] is None else posixpath.join(root, str(asked["tag"]))
         ready, tag = ranks.begin(
             what,

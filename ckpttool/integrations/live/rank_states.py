@@ -35,7 +35,7 @@ def rank_state_file(topology: Topology, ranks: Ranks, state: Any, extra: Mapping
         topology: The ranks of the run.
         ranks: The ranks that take part, which know this one.
         state: The rank state.
-        extra: The states of other objects, of which each rank has its own, by name.
+        extra: The states of other objects by name; other ranks have other states.
     """
     return {
         rank_state_name(ranks.rank): {

@@ -59,6 +59,8 @@ class Kept:
     """A directory on the disk of the checkpoints; None if they are remote."""
     in_background: bool
     """Whether saves return before the checkpoint is committed."""
+    layout: str = "nested"
+    """Names of the entries of a torch run: a key of ``targets.dcp.LAYOUTS``."""
     checked: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     """The engines with a save that was found to be restorable."""
     warned: bool = False

@@ -15,6 +15,7 @@ import copy
 import json
 import logging
 import math
+import posixpath
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from ckpttool.model import Topology
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
-from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, metadata
+from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, client_state_of, metadata
 from ckpttool.targets.torch import storage_ref, view
 
 if TYPE_CHECKING:
@@ -64,18 +65,20 @@ if TYPE_CHECKING:
     from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile, Payload
-    from ckpttool.targets.dcp import Path
+    from ckpttool.targets.dcp import DcpLayout, Path
 
 LOG = logging.getLogger(__name__)
 VERSION = 1
 """Version of the content of RUN_STATE."""
-NAMES = LAYOUTS["nested"]
-"""The names of the entries: of torch's state dicts of a model and its optimizer, under "model" and "optim"."""
+SCHEDULER_OF_ACCELERATE = "scheduler.bin"
+"""Source: accelerate 1.15, utils/constants.py (``SCHEDULER_NAME``) and checkpointing.py."""
 
 
 class Entry(NamedTuple):
     """A tensor of the run; this rank may have a part of it."""
 
+    directory: str
+    """Directory of its distributed checkpoint, below that of the save."""
     path: Path
     """Keys of its entry in the state dict."""
     dtype: str
@@ -150,11 +153,11 @@ class Described:
     """The states of other objects by name."""
 
     def parts(self) -> dict[str, Any]:
-        """Return what this rank sends: its parts of the tensors, and the states of other objects as text."""
+        """Return the parts of the tensors that this rank has, and the states of other objects as text."""
         return self.index.parts() | {"extra": {name: canonical(own, tensor_text) for name, own in self.extra.items()}}
 
     def share(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return on rank 0 the decision of ``DcpIndex.share``, and the objects of which each rank has its own state.
+        """Return on rank 0 the decision of ``DcpIndex.share``, and the objects whose state differs between ranks.
 
         Raises:
             RankError: As for ``DcpIndex.share``.
@@ -164,8 +167,15 @@ class Described:
         return self.index.share(parts) | {"of_ranks": own}
 
 
-def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
+def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) -> Described:
     """Describe the state of this rank, with the values that the user passes to a save.
+
+    Args:
+        run: The run.
+        save: The arguments of the save.
+        rank: This rank.
+        directory: Directory of the checkpoint, for errors.
+        layout: Key of LAYOUTS.
 
     Raises:
         ArgumentError: A tensor has a form that cannot be saved.
@@ -180,8 +190,9 @@ def described(run: LiveRun, save: Save, rank: int, directory: str) -> Described:
         own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
         pending="",
     )
-    entries = sorted([*_tensors(state), *_numbers(run)], key=lambda entry: [*map(str, entry.path)])
-    return Described(state, entries, DcpIndex(entries, rank, directory), extra)
+    names = LAYOUTS[layout]
+    entries = sorted([*_tensors(state, names), *_numbers(run, names)], key=lambda entry: [*map(str, entry.path)])
+    return Described(state, entries, DcpIndex(entries, rank, directory, names), extra)
 
 
 def _plain_state(name: str, owner: Any) -> Any:
@@ -212,7 +223,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     Raises:
         RankError: The ranks have other tensors, or their parts do not fill one.
     """
-    made = attempt(partial(described, run, save, ranks.rank, directory))
+    made = attempt(partial(described, run, save, ranks.rank, directory, kept.layout))
     shared = ranks.exchange(directory, lambda: made.result().parts(), lambda parts: made.result().share(parts))
     found = made.result()
     of_rank = {name: found.extra[name] for name in shared["of_ranks"]}
@@ -225,22 +236,30 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         contents = dict(ready.own_files)
         if of_rank:
             contents |= rank_state_file(Topology(data_parallel=ranks.size), ranks, save.rank_state, of_rank)
+        if ranks.rank == 0 and kept.layout == "accelerate" and [*run.schedulers] == [""]:
+            contents[SCHEDULER_OF_ACCELERATE] = run.schedulers[""].state_dict()
         if ranks.rank == 0:
             contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size) | {"extra": of_all}
         if memory is not None:
             memory.begin()
         storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}
         payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
-        archives = [
-            ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[str(n)]})
-            for n in mine
-            for entry in [found.entries[n]]
-        ]
-        objects = {} if ranks.rank else dict(_objects(run))
-        archives += [ArchiveFile("archive", one.structure, one.storages) for one in map(describe, objects.values())]
-        file = Archives(_file_name(ranks.rank), archives)
-        files.files += [file] if archives else []
-        found.index.note(mine, [*objects], file, found.state.aliases)
+        names = LAYOUTS[kept.layout]
+        objects = {} if ranks.rank else dict(_objects(run, save, names))
+        written = []
+        for inner in dict.fromkeys(names.directories):
+            own = [n for n in mine if found.entries[n].directory == inner]
+            archives = [
+                ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[str(n)]})
+                for n in own
+                for entry in [found.entries[n]]
+            ]
+            beside = objects if inner == names.directories[1] else {}
+            archives += [ArchiveFile("archive", one.structure, one.storages) for one in map(describe, beside.values())]
+            file = Archives(posixpath.join(inner, _file_name(ranks.rank)), archives)
+            files.files += [file] if archives else []
+            written.append((own, [*beside], file))
+        found.index.note(written, found.state.aliases)
         for name, content in contents.items():
             _add(files, name, content, memory)
         if memory is not None:
@@ -293,6 +312,7 @@ def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int)
         "world_size": size,
         "buffers": [piece.name for piece in state.pieces if piece.is_buffer],
         "frozen": list(state.frozen),
+        "groups": [_listed(run, group) for _, group in run.groups],
     }
 
 
@@ -305,32 +325,39 @@ def _states_of(schedulers: Mapping[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def _tensors(state: LiveState) -> Iterator[Entry]:
+def _tensors(state: LiveState, names: DcpLayout) -> Iterator[Entry]:
     """Yield the weights, the buffers, and the states of the optimizer."""
     for number, piece in enumerate(state.pieces):
-        path: Path = (*NAMES.model, piece.name)
-        if piece.key != WEIGHTS:
-            path = (*NAMES.optimizer, "state", piece.name, piece.key)
+        is_state = piece.key != WEIGHTS
+        path = names.of_state(piece.name, piece.key) if is_state else (*names.model, piece.name)
         starts = piece.starts if isinstance(piece.starts, tuple) else (0,) * len(piece.shape)
-        yield Entry(path, piece.dtype, piece.shape, piece.tensor, starts, number, piece.is_buffer)
+        directory = names.directories[is_state]
+        yield Entry(directory, path, piece.dtype, piece.shape, piece.tensor, starts, number, piece.is_buffer)
 
 
-def _numbers(run: LiveRun) -> Iterator[Entry]:
+def _numbers(run: LiveRun, names: DcpLayout) -> Iterator[Entry]:
     """Yield the numbers that are tensors: of parameters, such as a step, and options of groups."""
+    found: list[tuple[Path, Any]] = []
     for name, owner, parameter in _parameters(run):
         for key, value in owner.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and number_of(key, value, parameter) is not None:
-                yield _number((*NAMES.optimizer, "state", name, key), value)
+                found.append((names.of_state(name, key), value))
     for number, (_, group) in enumerate(run.groups):
+        listed = _listed(run, group)
         for key, value in group.items():
             if isinstance(value, torch.Tensor):
-                yield _number((*NAMES.optimizer, "param_groups", number, key), value)
+                found += [(path, value) for path in names.of_option(number, listed, key)]
+    for path, value in found:
+        whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
+        shape = tuple(map(int, whole.shape))
+        starts = (0,) * len(shape)
+        yield Entry(names.directories[1], path, type_name(whole.dtype), shape, whole, starts, None, one_writer=True)
 
 
-def _number(path: Path, value: Any) -> Entry:
-    whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
-    shape = tuple(map(int, whole.shape))
-    return Entry(path, type_name(whole.dtype), shape, whole, (0,) * len(shape), None, one_writer=True)
+def _listed(run: LiveRun, group: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters of a group."""
+    names = run.named.names
+    return [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
 
 
 def _parameters(run: LiveRun) -> Iterator[tuple[str, Any, Any]]:
@@ -342,19 +369,21 @@ def _parameters(run: LiveRun) -> Iterator[tuple[str, Any, Any]]:
                 yield names[id(parameter)], owner, parameter
 
 
-def _objects(run: LiveRun) -> Iterator[tuple[Path, Any]]:
-    """Yield the entries that are objects: options and names of the groups, and numbers of Python."""
+def _objects(run: LiveRun, save: Save, names: DcpLayout) -> Iterator[tuple[Path, Any]]:
+    """Yield the entries that are objects: options and names of the groups, numbers of Python, and client state."""
     for name, owner, parameter in _parameters(run):
         for key, value in owner.state.get(parameter, {}).items():
             if isinstance(value, bool | int | float):
-                yield (*NAMES.optimizer, "state", name, key), value
-    names = run.named.names
+                yield names.of_state(name, key), value
     for number, (_, group) in enumerate(run.groups):
-        listed = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        listed = _listed(run, group)
         options = {**group, "params": listed, **({"param_names": listed} if "param_names" in group else {})}
         for key, value in options.items():
-            if not isinstance(value, torch.Tensor):
-                yield (*NAMES.optimizer, "param_groups", number, key), copy.deepcopy(value)
+            if not isinstance(value, torch.Tensor) and not (names.flat and key == "params"):
+                for path in names.of_option(number, listed, key):
+                    yield path, copy.deepcopy(value)
+    for key, value in client_state_of(save.client_state, names).items():
+        yield (*names.client, key), value
 
 
 # ---------------------------------------------------------------------------------------------------------- shares
@@ -394,17 +423,19 @@ class DcpIndex:
         entries: The tensors, in the same order on all ranks.
         rank: This rank.
         directory: Directory of the checkpoint, for errors.
+        names: The names of the entries.
     """
 
-    def __init__(self, entries: Sequence[Entry], rank: int, directory: str) -> None:
+    def __init__(self, entries: Sequence[Entry], rank: int, directory: str, names: DcpLayout) -> None:
         self._entries = entries
+        self._names = names
         self._rank = rank
         self._directory = directory
         self._columns = [*accumulate((2 * len(entry.shape) for entry in entries), initial=0)]
         self._boxes: NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self._objects: Sequence[StoredEntry] = ()
         self._aliases: Mapping[str, str] = {}
-        self._metadata = b""
+        self._metadata: dict[str, bytes] = {}
         self.own = ""
         """The entries that this rank writes, each with its first byte and its size in the file."""
 
@@ -443,23 +474,27 @@ class DcpIndex:
             of.append(kinds.setdefault(tuple(own_kinds), len(kinds)))
         return {"kinds": [list(one) for one in kinds], "of": of}
 
-    def note(self, mine: Sequence[int], objects: Sequence[Path], file: Archives, aliases: Mapping[str, str]) -> None:
+    def note(
+        self, written: Sequence[tuple[Sequence[int], Sequence[Path], Archives]], aliases: Mapping[str, str]
+    ) -> None:
         """Note where this rank writes.
 
         Args:
-            mine: Indexes of its entries, in the order of the file.
-            objects: Paths of the objects after them.
-            file: The file.
+            written: For each file: the indexes of its entries, in order; the paths of the objects after them; the file.
             aliases: Further names of tied weights.
         """
-        where = [(start, archive.nbytes) for start, archive in zip(file.starts, file.archives, strict=True)]
-        rows = [(n, *place) for n, place in zip(mine, where, strict=False)]
+        rows: list[tuple[int, int, int]] = []
+        stored: list[StoredEntry] = []
+        for mine, objects, file in written:
+            where = [(start, archive.nbytes) for start, archive in zip(file.starts, file.archives, strict=True)]
+            rows += [(n, *place) for n, place in zip(mine, where, strict=False)]
+            name = posixpath.basename(file.name)
+            stored += [
+                StoredEntry(path, None, (), [StoredChunk((), (), name, *place)])
+                for path, place in zip(objects, where[len(mine) :], strict=True)
+            ]
         self.own = _packed(np.array(rows, np.int64).tobytes())
-        self._objects = [
-            StoredEntry(path, None, (), [StoredChunk((), (), file.name, *place)])
-            for path, place in zip(objects, where[len(mine) :], strict=True)
-        ]
-        self._aliases = aliases
+        self._objects, self._aliases = stored, aliases
 
     def check(self, own: Sequence[Any]) -> None:
         """Make the metadata on rank 0.
@@ -473,23 +508,29 @@ class DcpIndex:
                 box = self._boxes[rank, self._columns[n] : self._columns[n + 1]].tolist()
                 offsets, sizes = box[: len(box) // 2], box[len(box) // 2 :]
                 chunks[n].append(StoredChunk(tuple(offsets), tuple(sizes), _file_name(rank), start, nbytes))
-        stored: dict[str, StoredEntry] = {}
+        names = self._names
+        stored: dict[str, dict[str, StoredEntry]] = {directory: {} for directory in names.directories}
         for entry, found in zip(self._entries, chunks, strict=True):
-            one = StoredEntry(entry.path, entry.dtype, entry.shape, sorted(found))
-            if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(entry.shape) or one.fqn in stored:
+            one, beside = StoredEntry(entry.path, entry.dtype, entry.shape, sorted(found)), stored[entry.directory]
+            if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(entry.shape) or one.fqn in beside:
                 problem = f"would not have one entry of {one.fqn}"
                 raise RankError(self._directory, problem, "rename a parameter: two names differ in their dots alone")
-            stored[one.fqn] = one
+            beside[one.fqn] = one
+        models = stored[names.directories[0]]
         for alias, name in self._aliases.items():
-            first = stored.get(".".join((*NAMES.model, name)))
+            first = models.get(".".join((*names.model, name)))
             if first is not None:
-                tied = first._replace(path=(*NAMES.model, alias))
-                stored.setdefault(tied.fqn, tied)
-        self._metadata = metadata([*stored.values(), *self._objects])
+                tied = first._replace(path=(*names.model, alias))
+                models.setdefault(tied.fqn, tied)
+        objects = {names.directories[1]: self._objects}
+        self._metadata = {
+            posixpath.join(directory, METADATA): metadata([*own.values(), *objects.get(directory, ())])
+            for directory, own in stored.items()
+        }
 
     def files(self) -> Sequence[OutgoingFile]:
-        """Return the file with the metadata."""
-        return [PlainFile(METADATA, HostPayload(self._metadata))]
+        """Return the files with the metadata."""
+        return [PlainFile(name, HostPayload(content)) for name, content in self._metadata.items()]
 
     def _other_tensors(self, rank: int, names: str, first: str) -> RankError:
         own, others = ({_fqn(row): row for row in json.loads(_unpacked(text))} for text in (names, first))
