@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
 from ckpttool.formats.layouts import Place, is_name
 from ckpttool.formats.locate import refuse_part, refuse_several
 from ckpttool.formats.scan import Found, natural_order, pattern_of
 from ckpttool.messages import brief, name_some
+from ckpttool.storage import MANIFEST
 from ckpttool.storage.base import MISSING
 
 if TYPE_CHECKING:
@@ -165,6 +167,24 @@ def candidates(storage: Storage, root: str) -> list[Found]:
     if missing is not None:
         raise missing
     return []
+
+
+def of_folder(storage: Storage, folder: str) -> list[Found]:
+    """Return the checkpoints in the folder of a trainer, best first: the folder itself, if it is one of FSDP2.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    own = Found(storage, *posixpath.split(folder.rstrip("/")))
+    names = {entry.name for entry in _entries(storage, folder)}
+    is_one = (MANIFEST in names and own.committed) or _is_pair(storage, folder, names)
+    return [own] if is_one and not own.marked else candidates(storage, folder)
+
+
+def _is_pair(storage: Storage, folder: str, names: set[str]) -> bool:
+    """Return whether a folder has the model and the optimizer of Accelerate's FSDP2, each with its last file."""
+    pair = {ACCELERATE_MODEL, ACCELERATE_OPTIMIZER}
+    return pair <= names and all(storage.exists(posixpath.join(folder, name, METADATA)) for name in pair)
 
 
 def _entries(storage: Storage, root: str) -> list[Entry]:

@@ -8,7 +8,7 @@ import posixpath
 import time
 from typing import TYPE_CHECKING
 
-from ckpttool.catalog.restore_order import SECOND_LOOK, Saved, candidates, newest_first
+from ckpttool.catalog.restore_order import SECOND_LOOK, Saved, candidates, newest_first, of_folder
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named
 from ckpttool.formats.scan import (
@@ -45,7 +45,7 @@ def trainer_commits(folders: Iterable[Found]) -> list[Saved]:
     found: list[Saved] = []
     for folder in folders:
         try:
-            best = candidates(folder.storage, folder.path)[:1]
+            best = of_folder(folder.storage, folder.path)[:1]
         except StorageError as error:
             if not is_gone(folder.storage, error):
                 raise

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.commit.marks import own_directories
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_every
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.layouts import WEIGHTS, Place, is_below_step, is_part
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import printable
@@ -46,7 +47,7 @@ def others_below(storage: Storage, path: str) -> list[str]:
         own = {d.removeprefix(path).strip("/") for one in open_every(storage, path) for d in _directories(one)}
     except CkptError:
         tags = [name for name in holding if any(map(is_of_tag, files_of[name]))]
-        own = _own_of_torn(Place(storage, path), tags or holding)
+        own = _own_of_torn(Place(storage, path), tags or holding) | {ACCELERATE_MODEL, ACCELERATE_OPTIMIZER}
     above = {part for name in own for part in _prefixes(name)}  # the manifest of several engines is above them
     return sorted(name for name in below if name not in own | above)
 

@@ -1,10 +1,10 @@
-"""Committed checkpoints for Accelerate with DeepSpeed: one line after ``Accelerator(...)``.
+"""Committed checkpoints for Accelerate with DeepSpeed or FSDP2: one line after ``Accelerator(...)``.
 
     from ckpttool.integrations.accelerate import prepare
 
     saves = prepare(accelerator)
     accelerator.save_state("checkpoints/step_100")
-    accelerator.load_state("checkpoints/step_100")  # on any number of ranks, at any ZeRO stage
+    accelerator.load_state("checkpoints/step_100")  # on any number of ranks
     saves.wait()  # only with async_save=True
 
 ``save_state`` and ``load_state`` keep their arguments and the layout of the folder; both take URLs as well.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import accelerate
 import torch
+from accelerate import accelerator as accelerator_module
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.scheduler import AcceleratedScheduler
 from torch.utils.data import BatchSampler, RandomSampler
@@ -40,6 +41,7 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     was_within_epoch,
 )
+from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import check_signatures, replaced, scratch_directory, write_file
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import absolute_path
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.run import Run
 
 LOG = logging.getLogger(__name__)
 PARAMETERS = {
@@ -86,6 +89,7 @@ class AcceleratorSaves:
             allow=allow,
             prove=prove,
             on_save=self._note,
+            layout="accelerate",
         )
         self._folder = ""
         self.last_save: SaveReport | None = None
@@ -109,17 +113,27 @@ class AcceleratorSaves:
             limit = config.total_limit if saves.run is None else None
             rotate(saves.storage, posixpath.dirname(self._folder), limit, keep={name}, grace=self._grace)
 
-    def _engine(self) -> Any:
-        """Return the DeepSpeed engine.
+    def _model(self) -> Any:
+        """Return the DeepSpeed engine, or the model under FSDP2.
 
         Raises:
             PlanError: There is none, or several.
         """
-        engines = [model for model in self._accelerator._models if hasattr(model, "zero_optimization_stage")]
-        if len(engines) != 1 or len(self._accelerator._models) != 1:
-            problem = f"holds {len(self._accelerator._models)} models, {len(engines)} of them with DeepSpeed"
-            raise PlanError("Accelerator", problem, "prepare one model with DeepSpeed before a save or load")
-        return engines[0]
+        models = self._accelerator._models
+        fitting = [model for model in models if _is_fsdp2(self._accelerator) or is_engine(model)]
+        if len(fitting) != 1 or len(models) != 1:
+            problem = f"holds {len(models)} models, {len(fitting)} of them with DeepSpeed or FSDP2"
+            raise PlanError("Accelerator", problem, "prepare one model with DeepSpeed or FSDP2 before a save or load")
+        return fitting[0]
+
+    def _run(self, model: Any) -> tuple[Run, int]:
+        """Return the run of an engine or a model, and its steps."""
+        if is_engine(model):
+            return run_of(model), int(model.global_steps)
+        optimizers = [getattr(one, "optimizer", one) for one in self._accelerator._optimizers]
+        counts = (state.get("step", 0) for one in optimizers for state in one.state.values())
+        step = int(max(map(float, counts), default=0.0)) or int(self._accelerator.save_iteration)
+        return run_of(model, optimizers, True, step), step
 
     def _automatic_root(self) -> str:
         """Return the directory of the folders that Accelerate names.
@@ -151,7 +165,8 @@ class AcceleratorSaves:
             output_dir: As for Accelerate, or a URL.
             safe_serialization: As for Accelerate.
             metrics: Numbers for the manifest, and for Ray Train.
-            options: Options of ``engine.save_checkpoint``: ``client_state``, ``exclude_frozen_parameters``.
+            options: Options of ``engine.save_checkpoint``: ``client_state``, ``exclude_frozen_parameters``. FSDP2 has
+                the same.
 
         Returns:
             The folder.
@@ -159,7 +174,7 @@ class AcceleratorSaves:
         Raises:
             CkptError: This save failed, or the previous one in the background. Nothing was committed.
         """
-        accelerator, engine = self._accelerator, self._engine()
+        accelerator, model = self._accelerator, self._model()
         config = accelerator.project_configuration
         if config.automatic_checkpoint_naming:
             folder = posixpath.join(self._automatic_root(), f"{ACCELERATE.prefix}{accelerator.save_iteration}")
@@ -175,16 +190,22 @@ class AcceleratorSaves:
             given.update(values)
 
         with scratch_directory() as scratch:
-            with replaced(engine, save_checkpoint=save_engine), replaced(config, automatic_checkpoint_naming=False):
+            if is_engine(model):
+                without_state = replaced(model, save_checkpoint=save_engine)
+            else:
+                given.update(options)
+                without_state = replaced(accelerator_module, save_fsdp_model=_nothing, save_fsdp_optimizer=_nothing)
+            with without_state, replaced(config, automatic_checkpoint_naming=False):
                 self._save_state(scratch, safe_serialization=safe_serialization, **options)
             files = read_files(scratch)
         if unknown := set(given) - {"client_state", "exclude_frozen_parameters"}:
             raise ArgumentError(sorted(unknown)[0], "is not an option of a save", "leave it out")
-        before = saves.begin(engine, folder)
+        run, step = self._run(model)
+        before = saves.begin(run, folder, step)
         self._folder = folder
         own = RANDOM.format(accelerator.process_index)  # other files have the same names on all ranks
         saves.save(
-            engine,
+            run,
             folder,
             tag=TAG,
             files=files,
@@ -236,7 +257,8 @@ class AcceleratorSaves:
                 saves.skip(path, error)
                 first = first or error
                 continue
-            self._continue(saves, posixpath.dirname(path), automatic=input_dir is None)
+            folder = root if input_dir is not None else posixpath.join(root, path[len(root) :].strip("/").split("/")[0])
+            self._continue(saves, folder, automatic=input_dir is None)
             return
         problem = "holds no whole checkpoint" if first is None else f"holds checkpoints, all damaged: {first.problem}"
         raise LayoutError(root, problem, "pass another folder, or start from scratch without load_state")
@@ -249,9 +271,8 @@ class AcceleratorSaves:
         saves.report_restored(folder, {})
 
     def _load(self, saves: Folders, path: str, load_kwargs: Any, options: dict[str, Any]) -> None:
-        accelerator, engine = self._accelerator, self._engine()
+        accelerator, model = self._accelerator, self._model()
         reports: list[LoadReport] = []
-        load_natively = engine.load_checkpoint
         with scratch_directory() as directory:
             checkpoint = saves.open(path)
             saves.write_files(checkpoint, directory)
@@ -261,14 +282,22 @@ class AcceleratorSaves:
                 write_file(directory, own, states[first])  # for the number of steps
 
             def load_engine(load_dir: str, tag: str, load_module_strict: bool = True, **_: Any) -> None:
-                with replaced(engine, load_checkpoint=load_natively):  # the restore may call it
-                    reports.append(saves.restore(engine, checkpoint, strict=load_module_strict))
+                with replaced(model, load_checkpoint=load_natively):  # the restore may call it
+                    reports.append(saves.restore(run_of(model), checkpoint, strict=load_module_strict))
 
-            with replaced(engine, load_checkpoint=load_engine):
+            def load_fsdp(*_: Any, **__: Any) -> None:
+                reports.append(saves.restore(self._run(model)[0], checkpoint))
+
+            if is_engine(model):
+                load_natively = model.load_checkpoint
+                with_state = replaced(model, load_checkpoint=load_engine)
+            else:
+                with_state = replaced(accelerator_module, load_fsdp_model=load_fsdp, load_fsdp_optimizer=_nothing)
+            with with_state:
                 self._load_state(directory, load_kwargs, **options)
         (report,) = reports
         self.restored = report
-        self._restore_rng(engine, report)
+        self._restore_rng(model, report)
         if report.source.world_size != accelerator.num_processes:
             _rescale(accelerator, report.source.world_size)
         if accelerator.is_main_process and any(_has_unsaved_order(loader) for loader in accelerator._dataloaders):
@@ -277,7 +306,7 @@ class AcceleratorSaves:
                 "or not at all: pass DataLoaderConfiguration(use_seedable_sampler=True) to Accelerator"
             )
 
-    def _restore_rng(self, engine: Any, report: LoadReport) -> None:
+    def _restore_rng(self, model: Any, report: LoadReport) -> None:
         """Restore the random number generators; after a save within an epoch, once more at the first step.
 
         The iterator of a data loader draws a number when it is made. A run that was saved within an epoch had drawn it
@@ -292,7 +321,7 @@ class AcceleratorSaves:
                 hook.remove()
                 set_rng_of(report)
 
-        hook = engine.register_forward_pre_hook(restore)
+        hook = model.register_forward_pre_hook(restore)
 
 
 def prepare(
@@ -309,7 +338,7 @@ def prepare(
     """Let ``save_state`` and ``load_state`` of an accelerator save commits, and load on any number of ranks.
 
     Args:
-        accelerator: ``accelerate.Accelerator`` with DeepSpeed.
+        accelerator: ``accelerate.Accelerator`` with DeepSpeed, or with FSDP2 and sharded state dicts.
         root: With ``automatic_checkpoint_naming``, directory or URL of the folders. Default: in a worker of Ray Train
             the directory of the run, else ``checkpoints`` in the project's directory.
         async_save: Return from ``save_state`` after the state is copied to host memory, and write in the background.
@@ -322,15 +351,19 @@ def prepare(
             see ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
     Raises:
-        PlanError: This release of Accelerate has other methods, or the accelerator does not use DeepSpeed or was
-            prepared before.
+        PlanError: This release of Accelerate has other methods, or the accelerator uses neither DeepSpeed nor FSDP2 or
+            was prepared before.
     """
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
     if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
         raise PlanError("Accelerator", "was prepared before", "use the return values of the first prepare")
-    if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED:
-        raise PlanError("Accelerator", "does not use DeepSpeed", "pass it a deepspeed_plugin, or leave prepare out")
+    if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED and not _is_fsdp2(accelerator):
+        hint = "pass it a deepspeed_plugin, or an fsdp_plugin with fsdp_version=2, or leave prepare out"
+        raise PlanError("Accelerator", "does not use DeepSpeed or FSDP2", hint)
+    if _is_fsdp2(accelerator) and "SHARDED" not in str(accelerator.state.fsdp_plugin.state_dict_type):
+        problem = f"has fsdp_plugin.state_dict_type {accelerator.state.fsdp_plugin.state_dict_type}"
+        raise PlanError("Accelerator", problem, 'pass state_dict_type="SHARDED_STATE_DICT" to the plugin')
     saves = AcceleratorSaves(
         accelerator,
         root=None if root is None else checked_path("root", root),
@@ -343,6 +376,14 @@ def prepare(
     )
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
     return saves
+
+
+def _is_fsdp2(accelerator: Any) -> bool:
+    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate 1.6 and later have it
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Leave out a part of a save or a load."""
 
 
 def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:

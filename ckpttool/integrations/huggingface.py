@@ -50,6 +50,7 @@ from ckpttool.integrations.deepspeed.folders import (
     show_log,
 )
 from ckpttool.integrations.export import Exporter, export, move_weights
+from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
@@ -398,13 +399,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             best = None if state.best_global_step is None else f"{TRAINER.prefix}{int(state.best_global_step)}"
             if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, LATEST)):
                 best = name if best == name else None
-            run = functools.partial(original, model, trial)
-            frozen = write_small_files(trainer, run, scratch, name=name, best=best)
+            save = functools.partial(original, model, trial)
+            frozen = write_small_files(trainer, save, scratch, name=name, best=best)
             files = read_files(os.path.join(scratch, name))
-        before = saves.begin(engine, folder)
+        run = run_of(engine)
+        before = saves.begin(run, folder, int(engine.global_steps))
         self._after = functools.partial(self._committed, trainer, saves, folder, self._export_of(trainer, folder))
         saves.save(
-            engine,
+            run,
             folder,
             tag=None,
             files=files,
@@ -488,7 +490,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         temporary = os.path.join(os.path.abspath(output_dir), ".ckpttool-weights")
         if folder is None:
             folder = os.path.join(temporary, "saved")
-            Folders(temporary, timeout=self._timeout).save(engine, folder, tag=None, files={})
+            Folders(temporary, timeout=self._timeout).save(run_of(engine), folder, tag=None, files={})
         source, dtype, adapter = folder, self._dtype(engine), is_adapter(trainer)
 
         def write() -> None:
@@ -591,7 +593,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         resume = self._resume
         if resume is not None and path == resume.directory:
             try:
-                resume.report = self.restored = saves.restore(engine, resume.checkpoint, strict=strict)
+                resume.report = self.restored = saves.restore(run_of(engine), resume.checkpoint, strict=strict)
             except CkptError as error:
                 resume.failed = error
                 raise
@@ -604,7 +606,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         found = saves.ranks.on_first(saves.root, lambda: candidates_in(saves.source(folder), [folder]))
         if not found:
             raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
-        saves.restore(engine, saves.open(found[0]), strict=strict, weights_only=True)
+        saves.restore(run_of(engine), saves.open(found[0]), strict=strict, weights_only=True)
         self._current = folder, int(engine.global_steps)
 
     def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:

@@ -29,6 +29,7 @@ from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
 from ckpttool.integrations.deepspeed.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
+from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import check_signatures
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import absolute_path, open_storage
@@ -115,12 +116,13 @@ class CkptSaves:
         saves.wait()
         metrics = _float_metrics(strategy.lightning_module.trainer.callback_metrics)
         engine = strategy.deepspeed_engine
+        run = run_of(engine)
         saves.save(
-            engine,
+            run,
             folder,
             tag=TAG,
             files={},
-            before=saves.begin(engine, folder),
+            before=saves.begin(run, folder, int(engine.global_steps)),
             metrics=metrics,
             client_state={key: value for key, value in checkpoint.items() if key not in LEFT_OUT},
             exclude_frozen=bool(strategy.exclude_frozen_parameters),
@@ -145,7 +147,7 @@ class CkptSaves:
         module = strategy.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
         report = saves.restore(
-            strategy.deepspeed_engine, checkpoint, strict=module.strict_loading, weights_only=not fits
+            run_of(strategy.deepspeed_engine), checkpoint, strict=module.strict_loading, weights_only=not fits
         )
         saves.report_restored(folder, {})
         self.restored = report

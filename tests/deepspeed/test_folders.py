@@ -45,10 +45,10 @@ def test_nothing_is_removed_before_a_save_that_is_refused(
     folders = Folders(root)
     before = dict(walk(folders.storage, f"{root}/checkpoint-2")).keys()
     if what == "whole":
-        folders._begin(f"{root}/checkpoint-2")
+        folders._begin(f"{root}/checkpoint-2", is_folder=False)
     else:
         with refused(StorageError):
-            folders._begin(f"{root}/checkpoint-2")
+            folders._begin(f"{root}/checkpoint-2", is_folder=False)
     folders.storage.refresh([])
     gone = what == "whole" and where == "s3"
     assert dict(walk(folders.storage, f"{root}/checkpoint-2")).keys() == (set() if gone else before)

@@ -5,6 +5,7 @@ Losses, learning rates, random numbers and warnings of each run are in ``facts.j
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from tests.frameworks.killing import kill_at
@@ -13,6 +14,7 @@ from tests.frameworks.runs import note_loss, run_jobs
 IMPORTED = ("accelerate", "transformers", "ckpttool.integrations.accelerate")
 """What all runs import: Accelerate itself imports Transformers when it prepares a model."""
 WIDTH, ROWS, GLOBAL_BATCH = 8, 24, 6
+SHARDED = "SHARDED_STATE_DICT"
 STEPS, SAVED = 6, 3
 """An epoch has four steps; the save is within it."""
 
@@ -38,9 +40,16 @@ class Progress:
         self.step, self.large = state["step"], state["large"]
 
 
+def _fsdp2() -> dict[str, Any]:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    return {"cpu": True, "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=SHARDED)}
+
+
 def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     import torch
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ProjectConfiguration, set_seed
 
     from ckpttool.integrations.accelerate import prepare
@@ -52,13 +61,17 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 10},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
+    sharded = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)} if not job.get("fsdp2") else _fsdp2()
     naming = {"automatic_checkpoint_naming": True, "total_limit": 2} if job.get("automatic") else {}
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        **sharded,
         project_config=ProjectConfiguration(job["project"], **naming),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=not job.get("unseeded"), data_seed=3),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
+    if job.get("fsdp2"):  # which Accelerate has on accelerators alone
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, sharded["fsdp_plugin"]
     saves = prepare(accelerator, prove=True, **job["prepare"]) if job.get("prepare") is not None else None
     if job.get("twice"):
         prepare(accelerator)

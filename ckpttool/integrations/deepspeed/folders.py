@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.catalog.restore_order import candidates, newest
+from ckpttool.catalog.restore_order import candidates, newest, of_folder
 from ckpttool.catalog.runs import trainer_commits
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, StorageError
 from ckpttool.formats import open_whole
@@ -32,7 +32,6 @@ from ckpttool.integrations.live.manager import CheckpointManager
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.request import Save
-from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.run import Run
     from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
@@ -100,6 +100,7 @@ class Folders:
         prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
             ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         on_save: Called on every rank after each save, in the thread of the save.
+        layout: Names of the entries in saves of torch runs, as for ``CheckpointManager``.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Folders:
         prove: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_save: Callable[[SaveReport], None] | None = None,
+        layout: str = "nested",
     ) -> None:
         self.run = current_run() if root is None else None
         """The run of Ray Train that the saves are reported to."""
@@ -122,7 +124,13 @@ class Folders:
         else:
             self.storage = open_storage(local_path(root), storage_options)
         self._manager = CheckpointManager(
-            root, async_save=async_save, timeout=timeout, allow=allow, on_save=on_save, storage=self.storage
+            root,
+            layout=layout,
+            async_save=async_save,
+            timeout=timeout,
+            allow=allow,
+            on_save=on_save,
+            storage=self.storage,
         )
         self._async_save = async_save
         self._unreported: tuple[str, Mapping[str, float]] | None = None
@@ -145,7 +153,7 @@ class Folders:
 
     def save(  # noqa: PLR0913  the arguments of ``CheckpointManager.save``
         self,
-        engine: Any,
+        run: Run,
         folder: str,
         *,
         tag: str | None,
@@ -158,12 +166,12 @@ class Folders:
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
     ) -> None:
-        """Save the engine's state and this rank's files, on every rank at the same step; replaces an existing save.
+        """Save the state of a run and this rank's files, on every rank at the same step; replaces an existing save.
+
+        The folder of a torch run is the checkpoint itself; that of engines contains the directory of their tag.
 
         Args:
-            engine: The engine that ``deepspeed.initialize`` returned; or several by name, such as {"policy": a,
-                "critic": b}, which are saved as one checkpoint, each in a subdirectory of its name. The same in each
-                call.
+            run: The run; the same in each call.
             folder: Directory or URL of this checkpoint.
             tag: Name of DeepSpeed's directory in it; None for DeepSpeed's own.
             files: Files that this rank adds to the folder, by path relative to it.
@@ -180,17 +188,20 @@ class Folders:
         """
         self.wait()
         own = {name: _as_tensor(data) for name, data in files.items() if name not in static}
+        shown = {name: data for name, data in files.items() if name not in hidden}
+        root, name = posixpath.split(folder) if run.is_folder else (folder, tag)
         arguments = Save(
-            tag=tag,
+            tag=name,
+            save_latest=not run.is_folder,
             client_state=client_state or {},
             metrics=metrics or {},
             overwrite=True,
             exclude_frozen=exclude_frozen,
             before=before,
             rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
-            root_files={name: data for name, data in files.items() if name not in hidden},
+            **{"files" if run.is_folder else "root_files": shown},
         )
-        self._manager.save_into(folder, run_of(engine), arguments)
+        self._manager.save_into(root, run, arguments)
         self._unreported = folder, metrics or {}
         if not self._async_save:
             self.wait()
@@ -241,7 +252,9 @@ class Folders:
 
     def _write_files(self, checkpoint: Checkpoint, directory: str) -> None:
         if not self._write_own_files(checkpoint, directory):
-            _copy_files(connect(checkpoint.storage), posixpath.dirname(checkpoint.location), directory)
+            alone = checkpoint.format == "dcp"  # the folder itself
+            folder = checkpoint.location if alone else posixpath.dirname(checkpoint.location)
+            _copy_files(connect(checkpoint.storage), folder, directory)
 
     def _write_own_files(self, checkpoint: Checkpoint, directory: str) -> bool:
         states = RankStates(checkpoint, load_options(checkpoint, self._options))
@@ -257,16 +270,16 @@ class Folders:
         return found
 
     def restore(
-        self, engine: Any, checkpoint: Checkpoint, *, strict: bool = True, weights_only: bool = False
+        self, run: Run, checkpoint: Checkpoint, *, strict: bool = True, weights_only: bool = False
     ) -> LoadReport:
-        """Load an open checkpoint into the engine, on every rank; their number and the ZeRO stage may have changed.
+        """Load an open checkpoint into the run, on every rank; their number, stage and mesh may have changed.
 
         Raises:
-            CkptError: The checkpoint does not fit or is damaged; on every rank, before any engine changed.
+            CkptError: The checkpoint does not fit or is damaged; on every rank, before the run changed.
         """
         options = replace(self._options, strict=strict, weights_only=weights_only)
         try:
-            (report,) = run_of(engine).restore([checkpoint], options, self.ranks)
+            (report,) = run.restore([checkpoint], options, self.ranks)
         except CkptError as error:
             hint = _hint_for_frameworks(error.hint)
             raise type(error)(error.path, error.problem, hint, error.options) from error
@@ -274,22 +287,21 @@ class Folders:
             LOG.info("%s", report)
         return report
 
-    def begin(self, engine: Any, folder: str) -> tuple[str, int]:
+    def begin(self, run: Run, folder: str, step: int) -> tuple[str, int]:
         """Find the previous commit of the run, and remove files that must not be beside a new save; on every rank.
 
         Returns:
             Attempt and number of the previous commit, for ``save``.
         """
-        attempt, number = self.ranks.on_first(
-            self.root, partial(self._begin, folder), call=[folder, int(engine.global_steps)]
-        )
+        begin = partial(self._begin, folder, is_folder=run.is_folder)
+        attempt, number = self.ranks.on_first(self.root, begin, call=[folder, step])
         return attempt, number
 
-    def _begin(self, folder: str) -> list[Any]:
+    def _begin(self, folder: str, *, is_folder: bool) -> list[Any]:
         storage = self.storage
         storage.refresh([])
         found = trainer_commits(Place(storage, posixpath.dirname(folder)).folders)
-        if storage.is_dir(folder):
+        if storage.is_dir(folder) and not is_folder:  # the save itself replaces a folder that is a checkpoint
             held = candidates(storage, folder)
             for path in [folder] if storage.remote else [one.path for one in held]:
                 check_not_pinned(storage, path)  # before any file is removed
@@ -379,7 +391,8 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
     """
     found: list[Found] = []
     for number, folder in enumerate(folders):
-        found += (inside := candidates(storage, folder) if number else newest(storage, folder))
+        own = of_folder(storage, folder)
+        found += (inside := own if number or own else newest(storage, folder))
         if not inside:
             LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is skipped"))
     return [one.path for one in sorted(found, key=lambda one: one.thin)]
@@ -387,6 +400,8 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
 
 def why_not(storage: Storage, folder: str) -> str:
     """Return why a folder contains no checkpoint, as the rest of a sentence."""
+    if storage.is_dir(folder) and is_unfinished(storage, folder):
+        return "was not committed: the save did not finish"
     for entry in storage.listing(folder) if storage.is_dir(folder) else []:
         if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
             return f"was not committed: the save of {entry.name} did not finish"

@@ -48,6 +48,8 @@ class EngineRun:
         **given: Arguments of torch runs, which engines do not take: ``optimizer``, ``scheduler``, ``step``, ``extra``.
     """
 
+    is_folder = False
+
     def __init__(self, engine: Any, **given: Any) -> None:
         self._several = isinstance(engine, Mapping)
         self.objects: Mapping[str, Any] = engine if self._several else {"": engine}

@@ -34,6 +34,8 @@ class Save:
     """Attempt and number of the previous commit; None for the one that ``latest`` in the root names."""
     root_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the root that this rank writes before the commit, by path relative to the root."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Further files of the checkpoint of a torch run that this rank writes, by path relative to its directory."""
 
     def asked(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, with the hints of ``HINTS``."""

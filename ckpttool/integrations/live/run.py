@@ -92,6 +92,9 @@ class Run(Protocol):
     without_thinning: str
     """"several engines" or "a torch run", whose checkpoints the rules of a manager cannot thin; "" if they can."""
 
+    is_folder: bool
+    """Whether the folder that a framework gives a checkpoint is its directory; else it contains the tag."""
+
     def asked(self, save: Save) -> dict[str, Any]:
         """Return the arguments of a save that must be the same on all ranks."""
 
@@ -137,6 +140,11 @@ def thin_error(checkpoint: Checkpoint) -> PlanError:
     """Return the error of a load that wants more than the weights of a thin checkpoint."""
     problem = "is thin: prune has removed its optimizer states, and kept the weights"
     return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
+
+
+def is_engine(model: Any) -> bool:
+    """Return whether an object is an engine of DeepSpeed."""
+    return hasattr(model, "zero_optimization_stage")
 
 
 def is_of_torch(model: Any) -> bool:

@@ -261,7 +261,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             written.append((own, [*beside], file))
         found.index.note(written, found.state.aliases)
         for name, content in contents.items():
-            _add(files, name, content, memory)
+            if name not in save.files:
+                _add(files, name, content, memory)
+        files.files += [PlainFile(name, HostPayload(content)) for name, content in save.files.items()]
         if memory is not None:
             memory.settle()
         held = {found.entries[n].piece: payloads[str(n)] for n in mine}

@@ -50,6 +50,7 @@ class TorchRun:
     """
 
     without_thinning = "a torch run"
+    is_folder = True
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any = None) -> None:
         first = next(iter(model.values())) if isinstance(model, Mapping) else model
