@@ -1,4 +1,4 @@
-"""Committed checkpoints for the Hugging Face Trainer with DeepSpeed: one line in a training script.
+"""Committed checkpoints for the Hugging Face Trainer with DeepSpeed or FSDP2: one line in a training script.
 
     from ckpttool.integrations.huggingface import CkptCallback
 
@@ -6,7 +6,7 @@
     trainer.train(resume_from_checkpoint=True)
 
 Each save of the Trainer is a commit in the Trainer's own layout (``checkpoint-N``), and a resume takes the newest whole
-one, on any number of ranks and at any ZeRO stage. For a script that cannot be changed:
+one, on any number of ranks. For a script that cannot be changed:
 
     torchrun -m ckpttool.integrations.huggingface SCRIPT ARGUMENTS
 
@@ -25,6 +25,7 @@ import runpy
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
 from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.layouts import TRAINER, Place
 from ckpttool.integrations.deepspeed.folders import (
     Folders,
@@ -50,22 +52,23 @@ from ckpttool.integrations.deepspeed.folders import (
     show_log,
 )
 from ckpttool.integrations.export import Exporter, export, move_weights
-from ckpttool.integrations.live.run import run_of
+from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
 from ckpttool.saving.coordination import TIMEOUT, RankError
-from ckpttool.storage import LATEST, LOCAL, absolute_path, is_url
+from ckpttool.storage import LATEST, LOCAL, MANIFEST, absolute_path, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
     from ckpttool.integrations.export import Dtype
     from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.run import Run
     from ckpttool.model import Checkpoint
 
 
 STATE = "trainer_state.json"
-LOADER: ContextVar[Callable[[Any, str, bool], None] | None] = ContextVar("LOADER", default=None)
-"""Loads a checkpoint in place of DeepSpeed, while a Trainer with a ``CkptCallback`` trains."""
+LOADER: ContextVar[Callable[[str, bool], None] | None] = ContextVar("LOADER", default=None)
+"""Loads a checkpoint in place of DeepSpeed or Accelerate, while a Trainer with a ``CkptCallback`` trains."""
 PARAMETERS = {
     "train": ["self", "resume_from_checkpoint", "trial"],
     "_save_checkpoint": ["self", "model", "trial"],
@@ -77,7 +80,14 @@ PARAMETERS = {
 }
 """First parameters of the methods of ``transformers.Trainer`` that ckpttool wraps, replaces or calls."""
 LOAD_PARAMETERS = {"deepspeed_load_checkpoint": ["deepspeed_engine", "checkpoint_path", "load_module_strict"]}
-"""Parameters of the function of ``transformers.trainer`` that ckpttool replaces."""
+"""Parameters of the function of ``transformers.trainer`` that ckpttool replaces under DeepSpeed."""
+FSDP_PARAMETERS = {
+    "save_fsdp_model": ["fsdp_plugin", "accelerator", "model", "output_dir"],
+    "save_fsdp_optimizer": ["fsdp_plugin", "accelerator", "optimizer", "model", "output_dir"],
+    "load_fsdp_model": ["fsdp_plugin", "accelerator", "model", "input_dir"],
+    "load_fsdp_optimizer": ["fsdp_plugin", "accelerator", "optimizer", "model", "input_dir"],
+}
+"""First parameters of those that it replaces under FSDP2."""
 KNOWN = "transformers 4.57 to 5.23"
 _wrapped: list[Any] = []
 
@@ -91,6 +101,7 @@ def check_trainer() -> None:
     release = f"transformers {transformers.__version__}"
     check_signatures(transformers.Trainer, PARAMETERS, release=release, known=KNOWN)
     check_signatures(trainer_module, LOAD_PARAMETERS, release=release, known=KNOWN, overrides=True)
+    check_signatures(trainer_module, FSDP_PARAMETERS, release=release, known=KNOWN)
 
 
 def install(callback: type, handlers: Mapping[str, Callable[..., Any]]) -> None:
@@ -109,18 +120,51 @@ def install(callback: type, handlers: Mapping[str, Callable[..., Any]]) -> None:
     check_trainer()
     for name, handler in handlers.items():
         setattr(transformers.Trainer, name, _dispatching(getattr(transformers.Trainer, name), handler, callback))
-    original = trainer_module.deepspeed_load_checkpoint
+
+    def load_engine(deepspeed_engine: Any, checkpoint_path: str, load_module_strict: bool = True) -> None:
+        LOADER.get()(checkpoint_path, load_module_strict)  # type: ignore[misc]
+
+    def load_model(fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: str, *_: Any, **__: Any) -> Any:
+        LOADER.get()(input_dir, True)  # type: ignore[misc]
+        return SimpleNamespace(missing_keys=[], unexpected_keys=[])
+
+    loaders: dict[str, Callable[..., Any]] = {
+        "deepspeed_load_checkpoint": load_engine,
+        "load_fsdp_model": load_model,
+        "load_fsdp_optimizer": _nothing,
+    }
+    for name, own in loaders.items():
+        setattr(trainer_module, name, _while_loading(getattr(trainer_module, name), own))
+        _wrapped.append(own)
+
+
+def _while_loading(original: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another one while a Trainer with a callback trains, else the original."""
 
     @functools.wraps(original)
-    def load(deepspeed_engine: Any, checkpoint_path: str, load_module_strict: bool = True) -> None:
-        loader = LOADER.get()
-        if loader is None:
-            original(deepspeed_engine, checkpoint_path, load_module_strict=load_module_strict)
-        else:
-            loader(deepspeed_engine, checkpoint_path, load_module_strict)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return (original if LOADER.get() is None else own)(*args, **kwargs)
 
-    trainer_module.deepspeed_load_checkpoint = load
-    _wrapped.append(load)
+    return load
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Leave out a part of a save or a load."""
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Return whether a Trainer trains under FSDP2 and saves sharded state dicts."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None) if trainer.is_fsdp_enabled else None
+    return getattr(plugin, "fsdp_version", 1) == 2 and "SHARDED" in str(getattr(plugin, "state_dict_type", ""))
+
+
+def run_of_trainer(trainer: Any) -> tuple[Run, int]:
+    """Return the run of a Trainer, and its steps."""
+    if trainer.is_deepspeed_enabled:
+        return run_of(trainer.model_wrapped), int(trainer.model_wrapped.global_steps)
+    step = int(trainer.state.global_step)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return run_of(trainer.model_wrapped, optimizer, True, step), step
 
 
 def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind: type) -> Callable[..., Any]:
@@ -129,16 +173,23 @@ def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind
         callback = next((one for one in self.callback_handler.callbacks if isinstance(one, kind)), None)
         if callback is None:
             return original(self, *args, **kwargs)
-        if not self.is_deepspeed_enabled:
-            problem = "is added to a Trainer without DeepSpeed"
-            raise PlanError(kind.__name__, problem, "pass deepspeed= to TrainingArguments, or remove the callback")
+        if not self.is_deepspeed_enabled and not is_sharded(self):
+            problem = "is added to a Trainer without DeepSpeed and without FSDP2 with sharded state dicts"
+            hint = (
+                'pass deepspeed= or fsdp="full_shard" with fsdp_config={"fsdp_version": 2, "state_dict_type": '
+                '"SHARDED_STATE_DICT"} to TrainingArguments, or remove the callback'
+            )
+            raise PlanError(kind.__name__, problem, hint)
+        if not self.is_deepspeed_enabled and is_adapter(self):
+            problem = "does not save an adapter of PEFT under FSDP2"
+            raise PlanError(kind.__name__, problem, "train it with DeepSpeed, or remove the callback")
         return handler(callback, self, functools.partial(original, self), *args, **kwargs)
 
     return method
 
 
 def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, name: str, best: str | None) -> bool:
-    """Let the Trainer write a checkpoint without weights and without the engine's state into a scratch directory.
+    """Let the Trainer write a checkpoint without weights and optimizer into a scratch directory.
 
     Args:
         trainer: The Trainer.
@@ -159,6 +210,11 @@ def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, n
     if best is not None and best != name:  # the Trainer looks for the best checkpoint beside the one that it writes
         os.utime(make_folder(scratch, best), (0, 0))  # and may remove the older one of them
     make_folder(scratch, name)
+    without_state = (
+        replaced(trainer.model_wrapped, save_checkpoint=save_engine)
+        if trainer.is_deepspeed_enabled
+        else replaced(trainer_module, save_fsdp_model=_nothing, save_fsdp_optimizer=_nothing)
+    )
     with (
         replaced(
             trainer,
@@ -166,7 +222,7 @@ def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, n
             _push_from_checkpoint=lambda folder: None,
             save_model=lambda output_dir, **_: _save_without_weights(trainer, output_dir),
         ),
-        replaced(trainer.model_wrapped, save_checkpoint=save_engine),
+        without_state,
     ):
         save()
     if (state.best_model_checkpoint or "").startswith(scratch):
@@ -382,28 +438,29 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             prove=self._prove,
             storage_options=self._storage_options,
             on_save=self._note,
+            layout="accelerate",
         )
         self._current = None
         return self._saves
 
     def save_checkpoint(self, trainer: Any, original: Callable[..., None], model: Any, trial: Any = None) -> None:
         """Save as ``Trainer._save_checkpoint`` does, in its layout, as one commit."""
-        saves, engine, state = self._folders(trainer), trainer.model_wrapped, trainer.state
+        saves, state = self._folders(trainer), trainer.state
+        run, step = run_of_trainer(trainer)
         saves.wait()
         name = f"{TRAINER.prefix}{int(state.global_step)}"
         folder = posixpath.join(saves.root, name)
-        if saves.storage.remote and self._current == (folder, int(engine.global_steps)):
+        if saves.storage.remote and self._current == (folder, step):
             LOG.info("%s is saved already", folder)  # a bucket cannot replace it as a whole
             return
         with scratch_directory() as scratch:
             best = None if state.best_global_step is None else f"{TRAINER.prefix}{int(state.best_global_step)}"
-            if best is not None and not saves.storage.exists(posixpath.join(saves.root, best, LATEST)):
+            if best is not None and not self._is_whole(saves, best):
                 best = name if best == name else None
             save = functools.partial(original, model, trial)
             frozen = write_small_files(trainer, save, scratch, name=name, best=best)
             files = read_files(os.path.join(scratch, name))
-        run = run_of(engine)
-        before = saves.begin(run, folder, int(engine.global_steps))
+        before = saves.begin(run, folder, step)
         self._after = functools.partial(self._committed, trainer, saves, folder, self._export_of(trainer, folder))
         saves.save(
             run,
@@ -415,7 +472,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             exclude_frozen=frozen,
             before=before,
         )
-        self._current = folder, int(engine.global_steps)
+        self._current = folder, step
 
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
@@ -438,7 +495,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     def _export_of(self, trainer: Any, folder: str) -> Callable[[], None]:
         """Return a function that starts the export of a checkpoint, if it is due."""
-        arguments, engine = trainer.args, trainer.model_wrapped
+        arguments = trainer.args
         pushes = arguments.push_to_hub and arguments.hub_strategy != "end"
         due = self._export_every is not None and int(trainer.state.global_step) % self._export_every == 0
         if not (pushes or due):
@@ -455,43 +512,53 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         def start() -> None:
             if self._exporter is None:
                 self._exporter = Exporter(
-                    self._dtype(engine), adapter_only=is_adapter(trainer), storage_options=self._storage_options
+                    self._dtype(trainer), adapter_only=is_adapter(trainer), storage_options=self._storage_options
                 )
             self._exporter.start(folder, out, trainer._push_from_checkpoint if pushes else None)
 
         return start
 
-    def _dtype(self, engine: Any) -> Dtype:
-        computed: Dtype = short_name(engine.get_data_types()[0])
+    def _dtype(self, trainer: Any) -> Dtype:
+        model = trainer.model_wrapped
+        own = model.get_data_types()[0] if is_engine(model) else next(model.parameters()).dtype
+        computed: Dtype = short_name(own)
         return self._export_dtype or (computed if computed in TRAINING_DTYPES else "fp32")
 
     def save_model(
         self, trainer: Any, original: Callable[..., None], output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Save the weights as ``Trainer.save_model`` does; at ZeRO-3 without a gather, from a commit."""
+        """Save the weights as ``Trainer.save_model`` does; at ZeRO-3 and of FSDP2 without a gather, from a commit."""
         engine = trainer.model_wrapped
-        is_engine = hasattr(engine, "zero_optimization_stage")
-        if not is_engine or engine.zero_optimization_stage() < 3 or engine.zero_gather_16bit_weights_on_model_save():
+        if is_sharded(trainer) and trainer.optimizer is not None:  # the Trainer itself writes nothing
+            out = trainer.args.output_dir if output_dir is None else output_dir
+            _save_without_weights(trainer, out)
+            self._write_weights(trainer, out)
+            if trainer.args.push_to_hub and not _internal_call:
+                trainer.push_to_hub(commit_message="Model save")
+            return
+        gathers = is_engine(engine) and engine.zero_gather_16bit_weights_on_model_save()
+        if not is_engine(engine) or engine.zero_optimization_stage() < 3 or gathers:
             original(output_dir, _internal_call=_internal_call)
             return
 
         # Without the gathered weights the Trainer saves the engine into the folder instead.
         def write_weights(save_dir: str, *_: Any, **__: Any) -> None:
-            self._write_weights(trainer, engine, save_dir)
+            self._write_weights(trainer, save_dir)
 
         with replaced(engine, save_checkpoint=write_weights), without_weights(trainer):
             original(output_dir, _internal_call=_internal_call)
 
-    def _write_weights(self, trainer: Any, engine: Any, output_dir: str) -> None:
-        """Write the engine's weights into a folder, from the commit of this step or from a temporary one."""
+    def _write_weights(self, trainer: Any, output_dir: str) -> None:
+        """Write the weights of the run into a folder, from the commit of this step or from a temporary one."""
         saves = self._folders(trainer)
+        run, step = run_of_trainer(trainer)
         saves.wait()
-        folder = self._current[0] if self._current and self._current[1] == int(engine.global_steps) else None
+        folder = self._current[0] if self._current and self._current[1] == step else None
         temporary = os.path.join(os.path.abspath(output_dir), ".ckpttool-weights")
         if folder is None:
             folder = os.path.join(temporary, "saved")
-            Folders(temporary, timeout=self._timeout).save(run_of(engine), folder, tag=None, files={})
-        source, dtype, adapter = folder, self._dtype(engine), is_adapter(trainer)
+            Folders(temporary, timeout=self._timeout).save(run, folder, tag=None, files={})
+        source, dtype, adapter = folder, self._dtype(trainer), is_adapter(trainer)
 
         def write() -> None:
             out = os.path.join(temporary, "weights")
@@ -526,7 +593,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given))
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
-        token = LOADER.set(functools.partial(self._load, saves))
+        token = LOADER.set(functools.partial(self._load, trainer, saves))
         try:
             with without_removal(trainer):
                 if not found:
@@ -546,6 +613,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     checkpoint = saves.open(path)
                     saves.write_files(checkpoint, directory)
                     best = adapt_state(directory, trainer.args, functools.partial(self._is_whole, saves))
+                    if is_sharded(trainer):  # by which the Trainer knows a checkpoint of FSDP
+                        make_folder(directory, ACCELERATE_MODEL)
+                        make_folder(directory, ACCELERATE_OPTIMIZER)
                     self._resume = _Resume(checkpoint, directory, best)
                     return run(directory)
                 except (PlanError, LinkError, RankError):
@@ -556,13 +626,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     saves.skip(path, error)
                     first = first or error
                     trainer.model_wrapped = trainer.model  # for a new engine
+                    trainer.optimizer = trainer.optimizer if trainer.is_deepspeed_enabled else None
         problem = f"holds {len(found)} checkpoints, and none can be restored"
         problem += f"; of the newest: {first.problem}" if first is not None else ""
         raise LayoutError(saves.root, problem, "restore one from a copy, or choose another output_dir")
 
     @staticmethod
     def _is_whole(saves: Folders, name: str) -> bool:
-        return saves.storage.exists(posixpath.join(saves.root, name, LATEST))
+        return any(saves.storage.exists(posixpath.join(saves.root, name, file)) for file in (LATEST, MANIFEST))
 
     def _find(self, saves: Folders, given: Any) -> list[str]:
         """Return the checkpoints to try, best first, on the first rank."""
@@ -588,26 +659,27 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             check_no_foreign(storage, listed)
         return found
 
-    def _load(self, saves: Folders, engine: Any, path: str, strict: bool) -> None:
-        """Load a checkpoint where the Trainer calls ``deepspeed_load_checkpoint``."""
-        resume = self._resume
+    def _load(self, trainer: Any, saves: Folders, path: str, strict: bool) -> None:
+        """Load a checkpoint where the Trainer calls ``deepspeed_load_checkpoint`` or ``load_fsdp_model``."""
+        resume, (run, _) = self._resume, run_of_trainer(trainer)
         if resume is not None and path == resume.directory:
             try:
-                resume.report = self.restored = saves.restore(run_of(engine), resume.checkpoint, strict=strict)
+                resume.report = self.restored = saves.restore(run, resume.checkpoint, strict=strict)
             except CkptError as error:
                 resume.failed = error
                 raise
-            location = posixpath.dirname(resume.report.path)
-            self._current = location, int(engine.global_steps)
-            saves.report_restored(location, {"step": float(engine.global_steps)})
+            location = resume.report.path if run.is_folder else posixpath.dirname(resume.report.path)
+            step = resume.report.step or 0 if run.is_folder else int(trainer.model_wrapped.global_steps)
+            self._current = location, step
+            saves.report_restored(location, {"step": float(step)})
             return
         self.wait()  # the best model at the end
         folder = posixpath.join(saves.root, posixpath.basename(path.rstrip("/")))
         found = saves.ranks.on_first(saves.root, lambda: candidates_in(saves.source(folder), [folder]))
         if not found:
             raise LayoutError(folder, "holds no whole checkpoint", "was the best checkpoint removed?")
-        saves.restore(run_of(engine), saves.open(found[0]), strict=strict, weights_only=True)
-        self._current = folder, int(engine.global_steps)
+        saves.restore(run, saves.open(found[0]), strict=strict, weights_only=True)
+        self._current = folder, run_of_trainer(trainer)[1]
 
     def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:
         """Restore the random number generators, as ``Trainer._load_rng_state``, on any number of ranks."""
@@ -648,7 +720,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed.
+    """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed or FSDP2.
 
     Args:
         arguments: The script and its arguments.
@@ -664,7 +736,7 @@ def run_script(arguments: list[str]) -> None:
     def create_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
         given = any(isinstance(one, CkptCallback) for one in self.callback_handler.callbacks)
-        if self.is_deepspeed_enabled and not given:
+        if (self.is_deepspeed_enabled or is_sharded(self)) and not given:
             self.add_callback(CkptCallback(auto_resume=True))
 
     transformers.Trainer.__init__ = create_with_callback

@@ -115,6 +115,36 @@ def tokens() -> Any:
     return torch.randint(3, WORDS, (LINES, LENGTH), generator=generator)
 
 
+def _deepspeed(job: dict[str, Any]) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 40},
+        "zero_allow_untested_optimizer": True,
+        **job.get("config", {}),
+    }
+    return {"deepspeed": config}
+
+
+def _fsdp2() -> dict[str, Any]:
+    """Return the arguments of FSDP2, which Accelerate has on accelerators alone."""
+    from accelerate import DistributedType, PartialState
+    from accelerate.state import AcceleratorState
+
+    start = AcceleratorState.__init__
+
+    def start_on_a_cpu(self: Any, *given: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        start(self, *given, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = start_on_a_cpu
+    config = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True}
+    wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    return {"fsdp": "full_shard", "fsdp_config": {**config, **wrapped}}
+
+
 def build(job: dict[str, Any]) -> Any:
     """Make the Trainer of a job; with ``callback`` it has a ``CkptCallback`` with these options."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -134,13 +164,7 @@ def build(job: dict[str, Any]) -> Any:
         ddp_backend="gloo",
         report_to=[],
         disable_tqdm=True,
-        deepspeed={
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_clipping": "auto",
-            "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 40},
-            "zero_allow_untested_optimizer": True,
-            **job.get("config", {}),
-        },
+        **(_fsdp2() if job.get("fsdp2") else {} if job.get("plain") else _deepspeed(job)),
         **{
             "optim": "adamw_torch",
             "per_device_train_batch_size": GLOBAL_BATCH // job["world_size"],

@@ -414,7 +414,7 @@ def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:
     Raises:
         LayoutError: A folder contains weights, or a directory that is not an unfinished save.
     """
-    for folder in folders:
+    for folder in (one for one in folders if not is_unfinished(storage, one)):
         for entry in storage.listing(folder):
             path = posixpath.join(folder, entry.name)
             unfinished = entry.is_dir and (not storage.listing(path) or is_unfinished(storage, path))

@@ -1,0 +1,154 @@
+"""The Trainer with FSDP2 and a ``CkptCallback``: saves, resumes on other ranks, kills, limits and the best model."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.storage import MANIFEST, MARK
+from tests import sampling
+from tests.frameworks import trainer_runs
+from tests.frameworks.jobs import Jobs
+from tests.frameworks.trainer_runs import SAVED, STEPS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+KILLS = ((0, 3, True), (1, 3, False), (0, 9, True))
+"""Rank, number of its write in the last save before which it is killed, and whether all ranks are."""
+KILLED = sampling.some(range(len(KILLS)), 1, key="kills")
+"""Indexes of the kills that are tried."""
+BEST = {
+    "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2, "eval_strategy": "steps",
+    "eval_steps": 1, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def _flip(folder: Path) -> None:
+    """Change a bit of a tensor."""
+    file = max((folder / "optimizer_0").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    at = data.index(b"archive/data/0") + 200
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    """The facts of all runs, by name."""
+    directory = tmp_path_factory.mktemp("fsdp2")
+    jobs = Jobs(trainer_runs, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}, "fsdp2": True})
+
+    def add(name: str, ranks: int, **values: Any) -> None:
+        jobs.add(name, 0, ranks, **values)
+
+    add("dropout", 2, dropout=0.5, callback={"async_save": True})
+    add("plain", 2)
+    add("without", 2, callback=None)
+    add(
+        "best", 2, steps=5, save_steps=1, learning_rate=0.3, arguments=BEST, evaluate=True,
+        callback={"async_save": True, "export_every": 2}, save_model=str(directory / "best" / "weights"),
+    )  # fmt: skip
+    for n in KILLED:
+        rank, number, everyone = KILLS[n]
+        point = {"rank": rank, "number": number, "everyone": everyone, "step": STEPS}
+        add(f"killed{n}", 2, kill=point, callback={"timeout": 5.0}, fails=True)
+    add("ddp", 2, fsdp2=False, plain=True, fails=True)
+    found = jobs.run()
+    for name, source in (("again", "dropout"), ("on-3", "plain"), ("from-trainer", "without"), ("by-trainer", "plain")):
+        folder = f"run/checkpoint-{SAVED}"
+        shutil.copytree(directory / source / folder, directory / name / folder)
+    add("again", 2, dropout=0.5, resume=True)
+    add("on-3", 3, callback={"auto_resume": True})
+    add("from-trainer", 3, resume=True)
+    add("by-trainer", 2, resume=True, callback=None)
+    shutil.copytree(directory / "plain" / "run", directory / "flipped" / "run")
+    _flip(directory / "flipped" / "run" / f"checkpoint-{STEPS}")
+    add("flipped", 2, resume=True)
+    for n in KILLED:
+        shutil.copytree(directory / f"killed{n}" / "run", directory / f"revived{n}" / "run")
+        add(f"revived{n}", 2 + n % 2, resume=True)
+    return found | jobs.run()
+
+
+def _rest(facts: dict[str, Any]) -> list[float]:
+    return [loss for step, loss in facts["losses"].items() if int(step) > SAVED]
+
+
+def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]) -> None:
+    assert _rest(runs["again"]) == _rest(runs["dropout"])
+    assert _rest(runs["by-trainer"]) == _rest(runs["plain"]), "the Trainer alone"
+    for name, source in (("on-3", "plain"), ("from-trainer", "without")):
+        assert runs[name]["restored"].endswith(f"checkpoint-{SAVED}")
+        assert _rest(runs[name]) == pytest.approx(_rest(runs[source]), rel=1e-5)
+
+
+def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any]) -> None:
+    ours, theirs = (
+        {str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()}
+        for f in (runs[name]["out"] / "run" / f"checkpoint-{SAVED}" for name in ("plain", "without"))
+    )
+    assert not theirs - ours
+    assert {name for name in ours - theirs if "rank_state" not in name} == {
+        MANIFEST, "ckpttool_run_state.pt", "config.json", "generation_config.json", "training_args.bin",
+    }  # fmt: skip
+    folder = runs["plain"]["out"] / "run" / f"checkpoint-{SAVED}"
+    assert ckpttool.verify(folder, deep=True).sound
+    assert ckpttool.inspect(folder).metrics["loss"] == runs["plain"]["losses"][str(SAVED)]
+
+
+def test_limits_and_the_best_model_work_with_saves_in_the_background(runs: dict[str, Any]) -> None:
+    facts = runs["best"]
+    best = min(facts["evals"], key=lambda step: facts["evals"][step])
+    assert facts["best"] == str(facts["out"] / "run" / f"checkpoint-{best}")
+    assert facts["evaluated"] == facts["evals"][best]
+    left = {p.name for p in (facts["out"] / "run").iterdir()}
+    assert left == {f"checkpoint-{best}", "checkpoint-5" if best != "5" else "checkpoint-4"}
+
+
+def test_save_model_writes_the_weights(runs: dict[str, Any]) -> None:
+    from transformers import LlamaForCausalLM
+
+    facts = runs["best"]
+    held = LlamaForCausalLM.from_pretrained(facts["out"] / "weights").state_dict()
+    truth = ckpttool.load_state_dict(facts["best"])
+    assert all(torch.equal(held[name], truth[name]) for name in truth)
+    assert sorted(p.name for p in (facts["out"] / "weights").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "training_args.bin",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", KILLED)
+def test_a_run_killed_in_a_save_goes_on_from_the_save_before(runs: dict[str, Any], n: int) -> None:
+    killed, revived = runs[f"killed{n}"], runs[f"revived{n}"]
+    assert -9 in killed["statuses"]
+    assert revived["restored"].endswith(f"checkpoint-{SAVED}")
+    assert _rest(revived) == pytest.approx(_rest(runs["plain"]), rel=1e-5)
+    root = revived["out"] / "run"
+    assert not [*root.rglob(MARK)]
+    assert [(one.name, one.whole) for one in ckpttool.ls(root).entries] == [
+        (f"checkpoint-{SAVED}", True),
+        (f"checkpoint-{STEPS}", True),
+    ]
+    assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any]) -> None:
+    facts = runs["flipped"]
+    assert facts["restored"].endswith(f"checkpoint-{SAVED}")
+    assert any(f"checkpoint-{STEPS}" in line and "trying the one before" in line for line in facts["told"])
+    assert _rest(facts) == _rest(runs["plain"])
+    root = facts["out"] / "run"
+    assert (root / f"checkpoint-{STEPS}.damaged").is_dir(), "the save of its step moved it aside"
+    assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
+
+
+def test_a_trainer_without_either_is_refused(runs: dict[str, Any]) -> None:
+    assert "is added to a Trainer without DeepSpeed and without FSDP2" in runs["ddp"]["error"]
