@@ -79,8 +79,8 @@ class RayTrainCheckpoints:
         blocking: Whether ``report`` returns after the checkpoint is committed and reported. If not, the state is copied
             to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
             reports the checkpoint.
-        layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested", as
-            ``get_state_dict`` has them; "flat", "app", "accelerate" or "torchtitan" as for ``convert``.
+        layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested" for torch's
+            ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate" or "torchtitan".
         timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.

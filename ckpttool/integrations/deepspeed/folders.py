@@ -100,7 +100,7 @@ class Folders:
         prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
             ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         on_save: Called on every rank after each save, in the thread of the save.
-        layout: Names of the entries in saves of torch runs, as for ``CheckpointManager``.
+        layout: Names of the entries in saves of torch runs: "nested", "accelerate", ...
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Folders:
     ) -> None:
         """Save the state of a run and this rank's files, on every rank at the same step; replaces an existing save.
 
-        The folder of a torch run is the checkpoint itself; that of engines contains the directory of their tag.
+        The folder of a torch run is the checkpoint itself; the folder of engines contains the directory of their tag.
 
         Args:
             run: The run; the same in each call.

@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     """A tensor of the run; this rank may have a part of it."""
 
     directory: str
-    """Directory of its distributed checkpoint, below that of the save."""
+    """Directory of its distributed checkpoint, relative to the directory of the save."""
     path: Path
     """Keys of its entry in the state dict."""
     dtype: str
