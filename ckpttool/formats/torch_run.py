@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
+OF_EACH_RANK = "a state of each rank"
+"""In ``Checkpoint.data_states``, in place of a state that the file of each rank has."""
 READERS = ((read_dcp, METADATA), (read_dcp_pair, posixpath.join(ACCELERATE_MODEL, METADATA)))
 """Readers of distributed checkpoints, with a file by which each knows its own."""
 
@@ -61,7 +63,7 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
         step=fields.optional("global_steps", int),
         client_state=fields.get("client_state", dict),
         scheduler=torch.root.get("lr_scheduler"),
-        data_states=fields.optional("extra", dict) or {},
+        data_states=fields.get("extra", dict) | dict.fromkeys(names_in(fields, "extra_of_ranks"), OF_EACH_RANK),
         embedded=embedded_in(torch, len(found.files)),
         files=(*found.files, file),
     )

@@ -172,7 +172,7 @@ def test_all_of_them_go_on(tmp_path: Path) -> None:
                 assert "extra" in told["proofs"][1]
     checkpoint = ckpttool.inspect(tmp_path / "fsdp")
     assert {name.partition(".")[0] for name in (p.name for p in checkpoint.parameters)} == {"made", "judge"}
-    assert sorted(checkpoint.data_states) == ["average", "scaler"]
+    assert sorted(checkpoint.data_states) == ["average", "loader", "scaler"]
     assert ckpttool.verify(tmp_path / "fsdp", deep=True).sound
 
 

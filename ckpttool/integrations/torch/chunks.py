@@ -239,7 +239,8 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         if ranks.rank == 0 and kept.layout == "accelerate" and [*run.schedulers] == [""]:
             contents[SCHEDULER_OF_ACCELERATE] = run.schedulers[""].state_dict()
         if ranks.rank == 0:
-            contents[RUN_STATE] = _run_state(run, found.state, save, ready.request.step, ranks.size) | {"extra": of_all}
+            own_state = _run_state(run, found.state, save, ready.request.step, ranks.size)
+            contents[RUN_STATE] = own_state | {"extra": of_all, "extra_of_ranks": [*of_rank]}
         if memory is not None:
             memory.begin()
         storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}

@@ -24,6 +24,7 @@ from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import in_order
+from ckpttool.formats.torch_run import OF_EACH_RANK
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.report import LoadReport
 from ckpttool.integrations.proof import prove_state
@@ -254,7 +255,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             {key: value for key, value in group.hyperparameters.items() if isinstance(value, Opaque)}
             for group in fitted.checkpoint.groups
         ]
-        of_all = {name: checkpoint.data_states[name] for name in run.extra if name in checkpoint.data_states}
+        given = {name: checkpoint.data_states[name] for name in run.extra if name in checkpoint.data_states}
+        of_all = {name: state for name, state in given.items() if state != OF_EACH_RANK}
         run_state = read_run_state(checkpoint, options, {"options": objects, "extra": of_all})
         schedulers, reordered, kept = _scheduler_states(run, checkpoint, fitted, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
@@ -262,8 +264,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
-        of_rank = {} if options.weights_only or not of_ranks else of_ranks.other_states(ranks.rank if same else 0)
-        extra, of_extra = _extra_states(run, checkpoint, run_state["extra"], of_rank if same else {}, {*of_rank})
+        of_rank = of_ranks.other_states(ranks.rank) if same and len(of_all) < len(given) else {}
+        extra, of_extra = _extra_states(run, checkpoint, run_state["extra"], of_rank)
         notes += of_extra if not options.weights_only else []
         new = [*map(_options, fitted.checkpoint.groups, run_state["options"], known)]
         for (_, group), own_options in zip(run.groups, new, strict=True):
@@ -359,7 +361,7 @@ def _scheduler_states(
 
 
 def _extra_states(
-    run: LiveRun, checkpoint: Checkpoint, of_all: Mapping[str, Any], of_rank: Mapping[str, Any], of_ranks: set[str]
+    run: LiveRun, checkpoint: Checkpoint, of_all: Mapping[str, Any], of_rank: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the states to load into the other objects of the run, and notes on those that keep their own.
 
@@ -368,7 +370,6 @@ def _extra_states(
         checkpoint: The checkpoint.
         of_all: The saved states that all ranks had.
         of_rank: Those that this rank had; empty on other ranks than saved them.
-        of_ranks: The names of all states of single ranks.
     """
     found = {**of_all, **{name: own for name, own in of_rank.items() if name in run.extra}}
     notes = []
@@ -378,11 +379,11 @@ def _extra_states(
         if scaler := _of_loss_scale(one.state_dict(), checkpoint):
             found[name] = scaler
             notes.append(f"{name} has the loss scale of DeepSpeed, and its own settings")
-        elif name in of_ranks:
+        elif name in checkpoint.data_states:
             notes.append(f"{name} keeps its state: each rank saved its own, and other ranks load now")
         else:
             notes.append(f"{name} keeps its state: the checkpoint has none")
-    if left := sorted((checkpoint.data_states.keys() | of_ranks) - run.extra.keys()):
+    if left := sorted(checkpoint.data_states.keys() - run.extra.keys()) if checkpoint.stage is None else []:
         notes.append(f"not restored: {', '.join(left)}; pass extra=... with the objects by these names")
     return found, notes
 
