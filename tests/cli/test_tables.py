@@ -153,7 +153,7 @@ def test_a_narrow_table_says_what_it_leaves_out() -> None:
 
 @pytest.mark.parametrize(("columns", "kept"), [(60, ["min", "max"]), (80, ["min", "max", "norm"])])
 def test_statistics_lose_counts_of_0_before_their_numbers(columns: int, kept: list[str]) -> None:
-    shown = in_terminal("stats", CHECKPOINT, "--optimizer", columns=columns)
+    shown = in_terminal("stats", CHECKPOINT, "--optimizer", columns=columns, errors=False)
     assert plain(shown).splitlines()[0].split() == ["tensor", "state", *kept]
 
 

@@ -227,7 +227,8 @@ def test_what_is_not_an_engine_is_named() -> None:
     kinds = ["torch.Linear", "deepspeed.InferenceEngine", "NoneType", "tuple", "torch.Linear"]
     expected = [f"engine: is of class {kind}, not a DeepSpeed engine of a training run; pass" for kind in kinds]
     save, restore = (f"{name}: is missing; pass {name}=..." for name in ("step", "optimizer"))
-    for text, start in zip(told, [save, *expected[1:], restore, *expected[1:], *expected[1:-1]], strict=False):
+    starts = [save, *expected[1:-1], save, restore, *expected[1:-1], restore, *expected[1:-1]]
+    for text, start in zip(told, starts, strict=False):
         assert text.startswith(start)
     assert all(text for text in told[13:])
     assert "is an empty mapping" in told[-1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,6 +192,57 @@ def _changed(job: dict[str, Any], directory: Path) -> str:
     with pytest.raises(ckpttool.ProofError) as caught:
         ckpttool.prove(run.models, directory, **run.arguments)
     return str(caught.value)
+
+
+class Kept:
+    """An object with any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def _values(first: bool) -> dict[str, Any]:
+    return {
+        "queue": deque([1, 2], maxlen=3 if first else 2),
+        "order": {"a": 1, "b": 2} if first else {"b": 2, "a": 1},
+        "factory": defaultdict(int if first else list, {"a": 1}),
+        "number": 1 if first else 1.0,
+        "tuple": (1, 2) if first else [1, 2],
+        "array": np.arange(3, dtype="<i4" if first else ">i4"),
+    }
+
+
+def _odd(job: dict[str, Any], directory: Path) -> list[str]:
+    """Save states that differ between ranks in the class or the options of a container alone; return the wrong ones."""
+    import torch.distributed as dist
+
+    first = dist.get_rank() == 0
+    net, optimizer = _net()
+    own = _values(first)
+    extra = {name: Kept({"value": value}) for name, value in own.items()}
+    extra |= {"same": Kept(None), "list": Kept([1, 2])}
+    ckpttool.CheckpointManager(directory).save(net, optimizer=optimizer, step=1, extra=extra)
+    loaded = {name: Kept(None) for name in extra}
+    ckpttool.load(net, directory, optimizer=optimizer, extra=loaded)
+    wrong = [name for name, value in own.items() if repr(loaded[name].state["value"]) != repr(value)]
+    return wrong + [name for name in ("same", "list") if loaded[name].state != extra[name].state]
+
+
+def test_states_that_differ_in_a_class_alone_stay_with_their_rank(tmp_path: Path) -> None:
+    assert each_on_ranks(_odd, [{"id": 0, "world_size": 2}], tmp_path)[0] == [[], []]
+
+
+def test_the_object_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    net, optimizer = _net()
+    with refused(ckpttool.CkptError):
+        extra = {"good": Kept({"a": 1}), "bad": Kept({"f": lambda: None})}
+        ckpttool.CheckpointManager(tmp_path).save(net, optimizer=optimizer, step=1, extra=extra)
 
 
 def _net(seed: int = 0) -> tuple[Any, Any]:

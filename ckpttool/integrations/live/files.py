@@ -96,13 +96,16 @@ def merged(parts: Sequence[CapturedFiles]) -> CapturedFiles:
     )
 
 
-def hint_of(name: str, keys: Sequence[object] = ()) -> str:
+def hint_of(name: str, keys: list[object] | None = None) -> str:
     """Return the hint of an error of a file that cannot be pickled, or not read again.
 
     Args:
         name: The file.
         keys: Path of keys to the value, if known.
     """
+    keys = keys or []
+    if keys[:1] == ["extra"]:
+        return f"check the values in {' > '.join(brief(key) for key in keys[1:])} of extra"
     if is_rank_state(name):
         return "check the values in rank_state"
     if "optim_states" in name or (keys and keys[0] in ENGINE_KEYS):

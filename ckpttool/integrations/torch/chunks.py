@@ -12,11 +12,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import hashlib
 import json
 import logging
 import math
 import posixpath
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -154,7 +156,7 @@ class Described:
 
     def parts(self) -> dict[str, Any]:
         """Return the parts of the tensors that this rank has, and the states of other objects as text."""
-        return self.index.parts() | {"extra": {name: canonical(own, tensor_text) for name, own in self.extra.items()}}
+        return self.index.parts() | {"extra": {name: _exact(own) for name, own in self.extra.items()}}
 
     def share(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return on rank 0 the decision of ``DcpIndex.share``, and the objects whose state differs between ranks.
@@ -193,6 +195,36 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) 
     names = LAYOUTS[layout]
     entries = sorted([*_tensors(state, names), *_numbers(run, names)], key=lambda entry: [*map(str, entry.path)])
     return Described(state, entries, DcpIndex(entries, rank, directory, names), extra)
+
+
+def _exact(state: Any) -> str:
+    """Return a state as a hash, which also differs by the classes, the order and the options of containers."""
+    try:
+        return hashlib.sha256("".join(_exact_parts(state)).encode("utf-8", "surrogatepass")).hexdigest()
+    except (RecursionError, _NotComparedError):
+        return NOT_COMPARED
+
+
+class _NotComparedError(Exception):
+    """A value has no text."""
+
+
+def _exact_parts(value: Any) -> Iterator[str]:
+    options = [getattr(value, name, None) for name in ("maxlen", "default_factory")]
+    yield f"<{type(value).__module__}.{type(value).__qualname__} {getattr(value, 'dtype', '')!s} {options}>"
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _exact_parts(key)
+            yield from _exact_parts(item)
+    elif isinstance(value, list | tuple | deque):
+        for item in value:
+            yield from _exact_parts(item)
+    else:
+        text = canonical(value, tensor_text)
+        if text.startswith(NOT_COMPARED):
+            raise _NotComparedError
+        yield text
+    yield "</>"
 
 
 def _plain_state(name: str, owner: Any) -> Any:

@@ -388,14 +388,19 @@ def _extra_states(
     return found, notes
 
 
-def _of_loss_scale(own: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+def _is_scaler(state: Any) -> bool:
+    """Return whether a state is of torch's GradScaler."""
+    return isinstance(state, Mapping) and state.keys() == SCALER
+
+
+def _of_loss_scale(own: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the state of torch's GradScaler with the loss scale of DeepSpeed; empty for other objects.
 
     Source: torch 2.13, amp/grad_scaler.py (``state_dict``); DeepSpeed 0.19, runtime/fp16/loss_scaler.py
     (``DynamicLossScaler.update_scale``).
     """
     state = getattr(checkpoint.loss_scaler, "state", None)
-    if own.keys() != SCALER or not isinstance(state, Mapping) or not isinstance(state.get("cur_scale"), int | float):
+    if not _is_scaler(own) or not isinstance(state, Mapping) or not isinstance(state.get("cur_scale"), int | float):
         return {}
     now, last = (state.get(key) for key in ("cur_iter", "last_overflow_iter"))
     since = now - last - 1 if isinstance(now, int) and isinstance(last, int) else 0
@@ -572,7 +577,7 @@ def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> I
         yield "the gradients that the run has are dropped"
     if run.optimizers and not run.schedulers and has_state(checkpoint):
         yield "the checkpoint has the state of a scheduler, which is not restored: pass scheduler=..."
-    scaled = any(one.state_dict().keys() == SCALER for one in run.extra.values())
+    scaled = any(_is_scaler(one.state_dict()) for one in run.extra.values())
     if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" and run.optimizers and not scaled:
         yield 'the loss scale is not restored: pass extra={"scaler": scaler} with the GradScaler of the run'
 
