@@ -48,8 +48,8 @@ class Kinds(NamedTuple):
 
     buffers: frozenset[str]
     frozen: frozenset[str]
-    groups: Sequence[Sequence[str]]
-    """The parameters of each group of the optimizer, in order."""
+    groups: Sequence[Sequence[str]] | None
+    """The parameters of each group of the optimizer, in order; None if the save did not record them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,8 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     if not isinstance(torch.root, dict):
         raise LayoutError(path, "is not the state of a run", RESTORE)
     fields = Fields(path, "", torch.root)
-    groups = [[*map(str, one)] for one in fields.get("groups", list) if isinstance(one, list)]
+    recorded = fields.optional("groups", list)
+    groups = None if recorded is None else [[*map(str, one)] for one in recorded if isinstance(one, list)]
     kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)
     found = read(storage, location, report, kinds)
     return replace(
@@ -63,7 +64,8 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
         step=fields.optional("global_steps", int),
         client_state=fields.get("client_state", dict),
         scheduler=torch.root.get("lr_scheduler"),
-        data_states=fields.get("extra", dict) | dict.fromkeys(names_in(fields, "extra_of_ranks"), OF_EACH_RANK),
+        data_states=(fields.optional("extra", dict) or {})
+        | dict.fromkeys(map(str, fields.optional("extra_of_ranks", list) or []), OF_EACH_RANK),
         embedded=embedded_in(torch, len(found.files)),
         files=(*found.files, file),
     )

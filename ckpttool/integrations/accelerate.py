@@ -32,7 +32,7 @@ from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.layouts import ACCELERATE, Place, step_in
-from ckpttool.integrations.deepspeed.folders import (
+from ckpttool.integrations.live.folders import (
     Folders,
     FoldersByStorage,
     candidates_in,
@@ -42,7 +42,7 @@ from ckpttool.integrations.deepspeed.folders import (
     was_within_epoch,
 )
 from ckpttool.integrations.live.run import is_engine, run_of
-from ckpttool.integrations.patches import check_signatures, replaced, scratch_directory, write_file
+from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import absolute_path
 
@@ -194,7 +194,7 @@ class AcceleratorSaves:
                 without_state = replaced(model, save_checkpoint=save_engine)
             else:
                 given.update(options)
-                without_state = replaced(accelerator_module, save_fsdp_model=_nothing, save_fsdp_optimizer=_nothing)
+                without_state = replaced(accelerator_module, save_fsdp_model=nothing, save_fsdp_optimizer=nothing)
             with without_state, replaced(config, automatic_checkpoint_naming=False):
                 self._save_state(scratch, safe_serialization=safe_serialization, **options)
             files = read_files(scratch)
@@ -292,7 +292,7 @@ class AcceleratorSaves:
                 load_natively = model.load_checkpoint
                 with_state = replaced(model, load_checkpoint=load_engine)
             else:
-                with_state = replaced(accelerator_module, load_fsdp_model=load_fsdp, load_fsdp_optimizer=_nothing)
+                with_state = replaced(accelerator_module, load_fsdp_model=load_fsdp, load_fsdp_optimizer=nothing)
             with with_state:
                 self._load_state(directory, load_kwargs, **options)
         (report,) = reports
@@ -380,10 +380,6 @@ def prepare(
 
 def _is_fsdp2(accelerator: Any) -> bool:
     return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate 1.6 and later have it
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Leave out a part of a save or a load."""
 
 
 def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:

@@ -40,7 +40,8 @@ from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.layouts import TRAINER, Place
-from ckpttool.integrations.deepspeed.folders import (
+from ckpttool.integrations.export import Exporter, export, move_weights
+from ckpttool.integrations.live.folders import (
     Folders,
     candidates_in,
     check_no_foreign,
@@ -51,9 +52,15 @@ from ckpttool.integrations.deepspeed.folders import (
     set_rng_of,
     show_log,
 )
-from ckpttool.integrations.export import Exporter, export, move_weights
 from ckpttool.integrations.live.run import is_engine, run_of
-from ckpttool.integrations.patches import check_signatures, make_folder, remove_files, replaced, scratch_directory
+from ckpttool.integrations.patches import (
+    check_signatures,
+    make_folder,
+    nothing,
+    remove_files,
+    replaced,
+    scratch_directory,
+)
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, absolute_path, is_url
 
@@ -131,7 +138,7 @@ def install(callback: type, handlers: Mapping[str, Callable[..., Any]]) -> None:
     loaders: dict[str, Callable[..., Any]] = {
         "deepspeed_load_checkpoint": load_engine,
         "load_fsdp_model": load_model,
-        "load_fsdp_optimizer": _nothing,
+        "load_fsdp_optimizer": nothing,
     }
     for name, own in loaders.items():
         setattr(trainer_module, name, _while_loading(getattr(trainer_module, name), own))
@@ -146,10 +153,6 @@ def _while_loading(original: Callable[..., Any], own: Callable[..., Any]) -> Cal
         return (original if LOADER.get() is None else own)(*args, **kwargs)
 
     return load
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Leave out a part of a save or a load."""
 
 
 def is_sharded(trainer: Any) -> bool:
@@ -213,7 +216,7 @@ def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, n
     without_state = (
         replaced(trainer.model_wrapped, save_checkpoint=save_engine)
         if trainer.is_deepspeed_enabled
-        else replaced(trainer_module, save_fsdp_model=_nothing, save_fsdp_optimizer=_nothing)
+        else replaced(trainer_module, save_fsdp_model=nothing, save_fsdp_optimizer=nothing)
     )
     with (
         replaced(

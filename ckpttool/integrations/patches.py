@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a function that writes or reads a part of a checkpoint."""
+
+
 @contextlib.contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object, which hide its class's; restore them at the end of the block."""

@@ -10,7 +10,7 @@ import pytest
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
 from ckpttool.commit.marks import Pin, write_pin
 from ckpttool.errors import StorageError
-from ckpttool.integrations.deepspeed.folders import Folders, candidates_in
+from ckpttool.integrations.live.folders import Folders, candidates_in
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, aside_name, walk
 from tests.saving.checkpoints import save_version

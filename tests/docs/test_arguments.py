@@ -18,8 +18,7 @@ FILES = [
     *sorted(path for path in (PACKAGE / "api").glob("[!_]*.py") if path.stem != "options"),
     *(PACKAGE / "integrations" / name for name in ("accelerate.py", "export.py", "huggingface.py", "lightning.py")),
     *(PACKAGE / "integrations" / name for name in ("proof.py", "ray_train.py", "torch/state_dict.py")),
-    *(PACKAGE / "integrations/live" / name for name in ("load.py", "manager.py")),
-    *(PACKAGE / "integrations/deepspeed" / name for name in ("folders.py",)),
+    *(PACKAGE / "integrations/live" / name for name in ("folders.py", "load.py", "manager.py")),
 ]
 SHARED = {
     "inspect": ("trust_names", "follow_links"),

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.formats.zero.files import RUN_STATE
+from ckpttool.storage import MANIFEST
 from ckpttool.targets.dcp import LAYOUTS
 from tests.forked import each_on_ranks
 from tests.wording import refused
@@ -164,6 +166,19 @@ def test_accelerates_load_state_goes_on_with_a_save(tmp_path: Path) -> None:
     (told,) = each_on_ranks(_of_accelerate, [{"id": 0, "world_size": 2}], tmp_path, imports=IMPORTS).values()
     for one in told:
         assert one["found"] == one["truth"]
+
+
+def test_a_save_without_the_names_of_groups_is_read(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    groups = [{"params": net[0].parameters()}, {"params": net[1].parameters(), "lr": 0.5}]
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=torch.optim.SGD(groups, lr=0.25), step=1)
+    path = tmp_path / "step-1" / RUN_STATE
+    state = torch.load(path, weights_only=False)
+    torch.save({key: value for key, value in state.items() if key not in {"groups", "extra", "extra_of_ranks"}}, path)
+    (tmp_path / "step-1" / MANIFEST).unlink()
+    checkpoint = ckpttool.inspect(tmp_path)
+    assert [group.hyperparameters["lr"] for group in checkpoint.groups] == [0.25, 0.5]
+    assert checkpoint.data_states == {}
 
 
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ckpttool.integrations.deepspeed.folders import show_log
+from ckpttool.integrations.live.folders import show_log
 
 if TYPE_CHECKING:
     import pytest

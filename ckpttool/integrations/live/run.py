@@ -93,7 +93,7 @@ class Run(Protocol):
     """"several engines" or "a torch run", whose checkpoints the rules of a manager cannot thin; "" if they can."""
 
     is_folder: bool
-    """Whether the folder that a framework gives a checkpoint is its directory; else it contains the tag."""
+    """True if a framework's folder is the directory of the checkpoint; False if it contains the directory of a tag."""
 
     def asked(self, save: Save) -> dict[str, Any]:
         """Return the arguments of a save that must be the same on all ranks."""

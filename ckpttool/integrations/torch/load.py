@@ -130,7 +130,7 @@ class PreparedRun:
     schedulers: Mapping[str, Any]
     """The state to load into each scheduler by its name; without those that keep their own."""
     reordered: bool
-    """Whether the groups of a scheduler differ from the saved groups, in number or order."""
+    """Whether a scheduler's optimizer has its groups in another order than the checkpoint, or others."""
     extra: Mapping[str, Any]
     """The state to load into other objects by their names; without those that keep their own."""
     options: Sequence[Mapping[str, Any]]
