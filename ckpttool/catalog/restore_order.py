@@ -177,8 +177,8 @@ def of_folder(storage: Storage, folder: str) -> list[Found]:
     """
     own = Found(storage, *posixpath.split(folder.rstrip("/")))
     names = {entry.name for entry in _entries(storage, folder)}
-    is_one = (MANIFEST in names and own.committed) or _is_pair(storage, folder, names)
-    return [own] if is_one and not own.marked else candidates(storage, folder)
+    committed = MANIFEST in names and own.committed  # also with the marker of a save that died after the commit
+    return [own] if committed or (_is_pair(storage, folder, names) and not own.marked) else candidates(storage, folder)
 
 
 def _is_pair(storage: Storage, folder: str, names: set[str]) -> bool:

@@ -6,13 +6,15 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import ckpttool
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
 from ckpttool.commit.marks import Pin, write_pin
-from ckpttool.errors import StorageError
-from ckpttool.integrations.live.folders import Folders, candidates_in
+from ckpttool.errors import LayoutError, StorageError
+from ckpttool.integrations.live.folders import Folders, candidates_in, check_no_foreign
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, aside_name, walk
+from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name, walk
 from tests.saving.checkpoints import save_version
 from tests.wording import refused
 
@@ -71,3 +73,18 @@ def test_lightning_resumes_from_no_checkpoint_that_was_being_removed(tmp_path: P
     assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=2.ckpt")
     (tmp_path / "step=2.ckpt").rename(tmp_path / aside_name("step=2.ckpt"))
     assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=1.ckpt")
+
+
+def test_a_folder_of_fsdp2_counts_while_it_is_committed(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 3)
+    manager = ckpttool.CheckpointManager(tmp_path, layout="accelerate")
+    manager.save(net, optimizer=torch.optim.SGD(net.parameters()), step=1, tag="checkpoint-1", save_latest=False)
+    folder = tmp_path / "checkpoint-1"
+    (folder / MARK).write_text("{}")  # the save died after the commit
+    assert candidates_in(LOCAL, [str(folder)]) == [str(folder)]
+    (folder / MANIFEST).unlink()
+    assert candidates_in(LOCAL, [str(folder)]) == []
+    check_no_foreign(LOCAL, [str(folder)])
+    (folder / MARK).unlink()
+    with refused(LayoutError):
+        check_no_foreign(LOCAL, [str(folder)])

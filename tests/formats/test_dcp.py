@@ -124,8 +124,11 @@ def test_a_weight_that_may_be_tied_is_noted(tmp_path: Path) -> None:
     model(torch.randn(4, 4)).sum().backward()
     optimizer.step()
     states = get_state_dict(model, optimizer)[1]
+    model[2].bias.requires_grad_(False)
+    del states["state"]["2.bias"]
+    model[2].bias.copy_(model[0].bias.detach())
     checkpoint = open_checkpoint(str(_save({"model": model.state_dict(), "optim": states}, tmp_path / "x")))
-    assert [p.name for p in checkpoint.parameters if p.frozen] == ["1.weight", "2.weight"]
+    assert [p.name for p in checkpoint.parameters if p.frozen] == ["1.weight", "2.weight", "2.bias"]
     tied = "2.weight has no states and the bytes of 0.weight: it counts as frozen, or the model ties them"
     assert [note for note in checkpoint.remarks if "bytes" in note] == [tied]
 

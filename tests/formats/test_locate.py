@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
+from ckpttool.commit.marks import mark_damaged
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.fields import WHOLE
@@ -17,7 +18,7 @@ from ckpttool.formats.locate import NoCheckpointError
 from ckpttool.formats.locate import locate as locate_in
 from ckpttool.formats.scan import natural_order
 from ckpttool.formats.zero.files import parse_name
-from ckpttool.storage import LocalStorage
+from ckpttool.storage import MARK, LocalStorage
 from tests.truth import source, tag_directory
 from tests.wording import refused
 
@@ -167,6 +168,16 @@ def test_a_tag_may_have_parts(tmp_path: Path) -> None:
 def test_the_root_of_the_current_directory_is_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tag_directory("zero3-dp2-bf16-trainer"))
     assert locate(STORAGE, ".", None).root == source("zero3-dp2-bf16-trainer")
+
+
+def test_a_hint_names_no_unfinished_and_no_damaged_tag(tmp_path: Path) -> None:
+    for name in ("step3", "step6", "step9", "step9.damaged"):
+        shutil.copytree(tag_directory("zero2-dp2-bf16"), tmp_path / name)
+    (tmp_path / "step9" / MARK).write_text("{}")
+    mark_damaged(LocalStorage(), str(tmp_path / "step9.damaged"), "torn", for_good=True)
+    with pytest.raises(LayoutError) as caught:
+        ckpttool.inspect(tmp_path)
+    assert caught.value.hint == "choose one with tag: step3, step6 (newest whole one: step6)"
 
 
 def test_a_trainers_output_directory_passes_over_what_is_torn(tmp_path: Path) -> None:

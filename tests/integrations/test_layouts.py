@@ -181,6 +181,15 @@ def test_a_save_without_the_names_of_groups_is_read(tmp_path: Path) -> None:
     assert checkpoint.data_states == {}
 
 
+def test_groups_of_equal_options_are_not_one_in_a_flat_layout(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD([{"params": net[n].parameters()} for n in (1, 0)], lr=0.25)
+    for layout in ("nested", "flat", "torchtitan"):
+        ckpttool.CheckpointManager(tmp_path / layout, layout=layout).save(net, optimizer=optimizer, step=1)
+        groups = ckpttool.inspect(tmp_path / layout).groups
+        assert [list(one.parameters) for one in groups] == [["1.weight", "1.bias"], ["0.weight", "0.bias"]], layout
+
+
 def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
     with refused(ckpttool.CkptError):
         ckpttool.CheckpointManager(tmp_path, layout="verl")

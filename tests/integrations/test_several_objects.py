@@ -272,6 +272,17 @@ def test_the_loss_scale_of_deepspeed_becomes_that_of_torch(tmp_path: Path) -> No
     assert any(note.startswith("the loss scale is not restored") for note in found["without"])
 
 
+def test_one_of_two_schedulers_that_keeps_its_state_is_left_out_of_the_proof(tmp_path: Path) -> None:
+    nets = {"a": _net()[0], "b": _net()[0]}
+    own = {name: torch.optim.SGD(net.parameters(), lr=0.5) for name, net in nets.items()}
+    steps = {name: torch.optim.lr_scheduler.StepLR(one, 2) for name, one in own.items()}
+    ckpttool.CheckpointManager(tmp_path).save(nets, optimizer=own, scheduler=steps, step=1)
+    other = {**steps, "b": torch.optim.lr_scheduler.CosineAnnealingLR(own["b"], 9)}
+    report = ckpttool.load(nets, tmp_path, optimizer=own, scheduler=other, prove=True)
+    assert any(note.startswith("the scheduler b keeps its state") for note in report.notes)
+    assert "not compared: scheduler" in str(report.proof)
+
+
 class Broken(Average):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise RuntimeError("no")
