@@ -28,14 +28,13 @@ RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")
 SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
 """Parameters of the checkpoints; tiny is for trying a benchmark out."""
 
-TOUCHED_BYTES = 6 << 30
+HELD_BYTES = 6 << 30
 """More bytes than any command here writes."""
 
-_TOUCH = """
+_HOLD = """
 import mmap, sys
-with mmap.mmap(-1, int(sys.argv[1])) as memory:
-    for page in range(0, len(memory), mmap.PAGESIZE):
-        memory[page] = 1
+memory = mmap.mmap(-1, int(sys.argv[1]), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+sys.stdin.read()
 """
 
 
@@ -98,7 +97,7 @@ def run_once(command: Command) -> Usage:
     if command.reads is not None:
         _read(command.reads)
     if not TRIAL:
-        touch_free_memory()
+        FREE_MEMORY.release()
     wall = cpu = peak = 0.0
     for step in command.steps:
         began = time.perf_counter()
@@ -111,6 +110,8 @@ def run_once(command: Command) -> Usage:
             raise RuntimeError(f"{' '.join(step)} failed:\n{errors.decode()[-2000:]}")
         cpu += usage.ru_utime + usage.ru_stime
         peak = max(peak, usage.ru_maxrss / 1000)
+    if not TRIAL:
+        FREE_MEMORY.hold()
     return Usage(wall, cpu, peak)
 
 
@@ -173,16 +174,39 @@ def _read(directory: Path) -> None:
                     pass
 
 
-def touch_free_memory() -> None:
-    """Make a virtual machine's host back the memory that files will be kept in.
+class FreeMemory:
+    """Free memory that a virtual machine's host backs.
 
     Getting a page back from the host takes many times longer than a copy into it, and would slow down the first command
-    that uses the page. Without this, the same ``cp`` took between 0.9 and 4.7 s.
+    that uses the page: without this, the same ``cp`` took between 0.9 and 4.7 s. The host takes pages that are free for
+    some seconds, so that they are held from the end of one command to the start of the next.
     """
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
-    # In a process of its own: a child begins with its parent's peak.
-    subprocess.run([sys.executable, "-c", _TOUCH, str(min(TOUCHED_BYTES, free * 9 // 10))], check=True)
+
+    def __init__(self) -> None:
+        self._holder: subprocess.Popen[bytes] | None = None
+
+    def hold(self) -> subprocess.Popen[bytes]:
+        """Begin to hold it, in a process that ends with this one: a child of this one begins with its peak."""
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
+        size = min(HELD_BYTES, free * 9 // 10)
+        self._holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(size)], stdin=subprocess.PIPE)
+        return self._holder
+
+    def release(self) -> None:
+        """Wait until the host backs it, and release it.
+
+        Raises:
+            RuntimeError: It cannot be held.
+        """
+        holder = self._holder or self.hold()
+        self._holder = None
+        holder.communicate()
+        if holder.returncode:
+            raise RuntimeError(f"the process that holds free memory failed ({holder.returncode})")
+
+
+FREE_MEMORY = FreeMemory()
 
 
 def _environment() -> dict[str, str]:
