@@ -125,14 +125,14 @@ def throttle() -> None:
     """Limit saves to THROTTLE bytes a second."""
     write = rank_files.write_files
 
-    def slow(storage: Any, directory: str, files: Any, check: Any, mode: int = 0o666) -> Any:
+    def slow(storage: Any, directory: str, files: Any, *others: Any) -> Any:
         began = time.perf_counter()
-        written = write(storage, directory, files, check, mode)
+        written = write(storage, directory, files, *others)
         due = sum(f.nbytes for f in files) * dist.get_world_size() / THROTTLE
         time.sleep(max(0.0, due - (time.perf_counter() - began)))
         return written
 
-    rank_files.write_files = slow
+    rank_files.write_files = slow  # type: ignore[assignment]
 
 
 def say(text: str) -> None:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from ckpttool.errors import CkptError
 from ckpttool.messages import brief
+from ckpttool.saving.pulse import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from ckpttool.saving.pulse import Pulse
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,11 +31,17 @@ PAUSE_GROWTH = 1.15
 DECISION_SECONDS = 20.0
 """Seconds that rank 0 may take to decide after the last message, or after the timeout."""
 ACKNOWLEDGE_SECONDS = 10.0
-"""Seconds that rank 0 waits until all ranks have the last decision: its process may run the store."""
+"""Seconds that rank 0 waits until all ranks have an error or the last decision: its process may run the store."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks of a rank that works whether another one has failed."""
 
 
 class RankError(CkptError):
     """A rank failed, or sent no message in time; raised on every rank."""
+
+
+class StoppedError(RankError):
+    """This rank stopped its work because another one has failed."""
 
 
 class Store(Protocol):
@@ -96,15 +105,20 @@ class Ranks:
         store: A store that all ranks reach.
         name: Prefix of the keys; the same on all ranks, and unique.
         timeout: Seconds that a rank may lag.
+        pulse: The pulse of this rank; None if ranks have none, and a dead rank is one that lags.
     """
 
-    def __init__(self, rank: int, size: int, store: Store, name: str, *, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Store, name: str, *, timeout: float = TIMEOUT, pulse: Pulse | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self._store = store
         self._name = name
+        self._pulse = pulse
         self._number = 0
+        self._looked = time.monotonic()
         self._before: tuple[_Round, list[str]] = _Round(store, name, ""), []
 
     def exchange(
@@ -191,6 +205,19 @@ class Ranks:
         """
         return self._agree(what, Attempt(None), lambda _: decide(), last=True, call=call, kind="on_first")
 
+    def check_others(self) -> None:
+        """Check that no other rank has failed before the next call; call it often in long work before one.
+
+        Raises:
+            StoppedError: One has failed, or the next call has already ended without this rank.
+        """
+        if time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        coming = _Round(self._store, f"{self._name}/{self._number + 1}", "this rank")
+        if coming.has(FAILED) or coming.has(DECISION):
+            raise StoppedError(coming.what, "stopped, because another rank has failed", "see the error of that rank")
+
     def _agree(
         self,
         what: str,
@@ -215,6 +242,7 @@ class Ranks:
             if any(other["kind"] != kind for other in messages):
                 raise RankError(what, "ranks are in different calls", "make the same calls on every rank, in one order")
             failures = {rank: error_from_data(m["error"]) for rank, m in enumerate(messages) if m["error"] is not None}
+            failures = {rank: e for rank, e in failures.items() if not isinstance(e, StoppedError)} or failures
             if failures:
                 raise _first_of(failures, self.size) if refuse is None else refuse(failures)
             return decide([other["value"] for other in messages])
@@ -238,7 +266,7 @@ class Ranks:
             concerned = timed_out is None or timed_out == own
             now.add(ACKNOWLEDGED)
             if self.rank == 0:
-                self._tidy(now, wait=last and concerned, keep=timed_out is not None)
+                self._tidy(now, wait=concerned and (last or "error" in decision), keep=timed_out is not None)
             if concerned:
                 break
             LOG.warning("rank %d left out a call: %s", self.rank, error_from_data(decision["error"]))
@@ -252,11 +280,19 @@ class Ranks:
         """Send the message of this rank, and return the decision; ``timed_out`` in it is a call that timed out."""
         if self.rank == 0 or not now.has(DECISION):
             now.put(str(self.rank), message)
+            if message["error"] is not None:
+                now.put(FAILED, self.rank)
             now.add(SENT)
         if self.rank == 0:
-            now.put(DECISION, self._decide(now, own, decide, end))
-        elif not _wait(lambda: now.has(DECISION), end + DECISION_SECONDS):
+            decision = self._decide(now, own, decide, end)
+            now.put(DECISION, decision)
+            return decision
+        watch = Watch(self._pulse, lambda: [0])
+        _wait(lambda: now.has(DECISION) or bool(watch.lost()), end + DECISION_SECONDS)
+        if not now.has(DECISION):
             now.put(GIVEN_UP, own)
+            if watch.lost():
+                raise _lost_error(now.what, watch)
             seconds = self.timeout + DECISION_SECONDS
             raise RankError(now.what, f"rank 0 was not heard of for {seconds:,.0f} s", _log_hint(0))
         found: dict[str, Any] = now.get(DECISION)
@@ -264,13 +300,18 @@ class Ranks:
 
     def _decide(self, now: _Round, own: Any, decide: Callable[[list[Any]], Any], end: float) -> dict[str, Any]:
         """Wait for all messages, and decide, on rank 0."""
-        _wait(lambda: now.count(SENT) >= self.size or now.has(GIVEN_UP), end)
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.size) if not now.has(str(rank))]
+
+        watch = Watch(self._pulse, missing)
+        _wait(lambda: now.count(SENT) >= self.size or now.has(GIVEN_UP) or bool(watch.lost()), end)
         if now.has(GIVEN_UP):  # this rank did not make a call, or was late
             call = now.get(GIVEN_UP)
             return {"error": error_to_data(late_error(call[0], [0])), "timed_out": call}
         if now.count(SENT) < self.size:
-            late = [rank for rank in range(self.size) if not now.has(str(rank))]
-            return {"error": error_to_data(late_error(now.what, late)), "timed_out": own}
+            error = _lost_error(now.what, watch) if watch.lost() else late_error(now.what, missing())
+            return {"error": error_to_data(error), "timed_out": own}
         messages = [now.get(str(rank)) for rank in range(self.size)]
         try:
             return {"value": decide(messages)}
@@ -285,24 +326,24 @@ class Ranks:
 
         Args:
             now: The round.
-            wait: Whether to wait until all ranks have its decision.
+            wait: Whether to wait until the ranks that sent a message have its decision.
             keep: Whether to keep its decision: ranks that did not make the call read it in their next one.
         """
         if wait:
-            _wait(lambda: now.count(ACKNOWLEDGED) >= self.size, time.monotonic() + ACKNOWLEDGE_SECONDS)
+            _wait(lambda: now.count(ACKNOWLEDGED) >= now.count(SENT), time.monotonic() + ACKNOWLEDGE_SECONDS)
         before, names = self._before
         for name in names:
             before.delete(name)
-        self._before = now, [*map(str, range(self.size)), SENT, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
+        self._before = now, [*map(str, range(self.size)), SENT, FAILED, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
 
 
-SENT, DECISION, ACKNOWLEDGED, GIVEN_UP = "count", "decision", "acknowledged", "given_up"
+SENT, FAILED, DECISION, ACKNOWLEDGED, GIVEN_UP = "count", "failed", "decision", "acknowledged", "given_up"
 
 
 class _Round:
     """The values of one exchange in the store, as JSON data, in this order.
 
-    * ``RANK``: the message of that rank; ``SENT`` counts them.
+    * ``RANK``: the message of that rank; ``SENT`` counts them. ``FAILED``: the last rank whose message is an error.
     * ``GIVEN_UP``: the call of a rank that rank 0 has kept waiting too long. Rank 0 decides when all have sent their
       message, when a rank has given up, or after the timeout; the last two are the error of a late call.
     * ``DECISION``: a value or an error for all ranks; with ``timed_out``, the call that was late.
@@ -366,6 +407,9 @@ class Alone(Ranks):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
+    def check_others(self) -> None:
+        """Return at once."""
+
     def _agree(
         self,
         what: str,
@@ -411,9 +455,20 @@ def _as_ckpt_error(what: str, error: BaseException) -> CkptError:
 
 def late_error(what: str, late: list[int]) -> RankError:
     """Return the error for ranks that sent no message in time."""
-    names = ", ".join(map(str, late[:20])) + (" ..." if len(late) > 20 else "")
-    noun = f"rank {names} was" if len(late) == 1 else f"ranks {names} were"
-    return RankError(what, f"{noun} not heard of in time", _log_hint(late[0]))
+    verb = "was" if len(late) == 1 else "were"
+    return RankError(what, f"{_names(late)} {verb} not heard of in time", _log_hint(late[0]))
+
+
+def _lost_error(what: str, watch: Watch) -> RankError:
+    """Return the error for ranks whose pulse has ended."""
+    lost = watch.lost()
+    problem = f"{_names(lost)} gave no sign of life for {watch.seconds:,.0f} s"
+    return RankError(what, problem, f"its process has ended or is stopped: see the log of rank {lost[0]}")
+
+
+def _names(ranks: list[int]) -> str:
+    """Return numbers of ranks, with their noun."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:20]))}{' ...' * (len(ranks) > 20)}"
 
 
 def _log_hint(rank: int) -> str:

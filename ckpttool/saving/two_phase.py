@@ -225,7 +225,7 @@ def _write(
     else:
         claim.check()
     outgoing = _outgoing(request, files)
-    sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check)
+    sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check, ranks.check_others)
     if request.root_files:
         claim.check()
         _write_root_files(storage, root, request.root_files)

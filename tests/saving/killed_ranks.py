@@ -17,12 +17,14 @@ import torch.distributed as dist
 from ckpttool.errors import CkptError
 from ckpttool.saving import coordination as ranks_module
 from ckpttool.saving.coordination import Ranks
+from ckpttool.saving.pulse import Pulse
 from ckpttool.storage import LOCAL
 from tests.faults import disks
 from tests.faults.disks import Fault, Machine
 from tests.saving.checkpoints import save_version
 
 TIMEOUT = 4.0
+"""Seconds that a rank without a pulse may lag."""
 START = datetime.timedelta(minutes=1)
 
 
@@ -37,6 +39,17 @@ def _store(point: dict[str, Any], rank: int) -> Any:
     store.set(f"started {rank}", "")
     store.wait([f"started {other}" for other in range(point["size"])], START)
     return store
+
+
+def _ranks(point: dict[str, Any], rank: int) -> Ranks:
+    """Return the ranks of a point: with a pulse, by which the dead are found, where the store is a server."""
+    store = _store(point, rank)
+    pulse = None
+    if point["store"] == "tcp":
+        pulse = Pulse(store.clone(), rank, beat=1.0)
+        pulse.start()
+    timeout = TIMEOUT if pulse is None else 100 * TIMEOUT
+    return Ranks(rank, point["size"], dist.PrefixStore("test", store), "ranks", timeout=timeout, pulse=pulse)
 
 
 def _opened(point: dict[str, Any], rank: int) -> Any:
@@ -59,7 +72,7 @@ def _work(point: dict[str, Any], rank: int) -> None:
     disks.install(machine, pytest.MonkeyPatch())
     said: dict[str, Any] = {}
     try:
-        ranks = Ranks(rank, point["size"], dist.PrefixStore("test", _store(point, rank)), "ranks", timeout=TIMEOUT)
+        ranks = _ranks(point, rank)
         machine.rank = rank
         for number, (tag, version) in enumerate(point["saves"]):
             if number == len(point["saves"]) - 1:

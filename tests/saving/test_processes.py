@@ -104,7 +104,8 @@ def test_killed_processes(store: str, everything: list[Ended], crash_points: Cal
         failed = other is not None and "error" in other
         if other is not None and failed:
             # With TCP the store dies with the first rank.
-            late = rf"rank {rank} was not heard of" + ("|cannot be reached" if store == "tcp" else "")
+            lost = rf"rank {rank} gave no sign of life|cannot be reached"
+            late = lost if store == "tcp" else rf"rank {rank} was not heard of"
             assert re.search(late, other["error"]), (fault, other)
             survivors += 1
         found = chosen(ended.root)

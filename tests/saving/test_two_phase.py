@@ -245,10 +245,10 @@ def test_a_save_that_cannot_begin_leaves_what_it_was_to_replace(
 def test_an_unexpected_error_of_one_rank_is_raised_on_all(
     root: str, together: Callable[..., list[crew.Outcome]]
 ) -> None:
-    def fails(storage: Any, directory: str, files: Any, check: Any) -> Any:
+    def fails(storage: Any, directory: str, files: Any, *checks: Any) -> Any:
         if any("rank_1" in file.name for file in files):
             raise KeyError("unforeseen")
-        return write_files(storage, directory, files, check)
+        return write_files(storage, directory, files, *checks)
 
     outcomes = together(lambda ranks: save_version(Intercepted(LOCAL, fails), root, ranks, "step1", 1))
     assert len({str(o.error) for o in outcomes}) == 1

@@ -98,11 +98,11 @@ def will_die(where: str) -> None:
     def dying_write(*arguments: Any) -> Any:
         return die() if where == BEFORE_FILES else write(*arguments)
 
-    def dying_write_file(storage: Any, path: str, *arguments: Any) -> Any:
+    def dying_write_file(*arguments: Any) -> Any:
         if where == BETWEEN_FILES and written:
             die()
-        written.append(path)
-        return write_file(storage, path, *arguments)
+        written.append(str(arguments[-2]))
+        return write_file(*arguments)
 
     def dying_put(self: Any, path: str, *data: Any, **options: Any) -> bool:
         if where == BEFORE_MANIFEST and path.endswith(MANIFEST):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from ckpttool.execution.checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.builder import source_files
 from ckpttool.saving.coordination import TIMEOUT, Alone, Attempt, Ranks, attempt
+from ckpttool.saving.pulse import BEAT, Pulse
 from ckpttool.storage import LOCAL_SPEC, connect
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
-def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT) -> Ranks:
+def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT, *, beat: float = BEAT) -> Ranks:
     """Return the ranks of the training's process group, for one purpose common to all ranks.
 
     They agree through the store of the process group, under separate keys: the training's communicators are not used,
@@ -36,6 +38,7 @@ def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT) -> Ranks:
     Args:
         purpose: The same on all ranks.
         timeout: Seconds that a rank may lag.
+        beat: Seconds between two beats of this rank's pulse, which begins with the first call.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
@@ -52,7 +55,29 @@ def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT) -> Ranks:
         raise PlanError("torch.distributed", problem, "start it with the nccl or gloo backend")
     keys = dist.PrefixStore("ckpttool", store)
     number = keys.add(f"{purpose}/calls/{dist.get_rank()}", 1)
-    return Ranks(dist.get_rank(), dist.get_world_size(), keys, f"{purpose} {number}", timeout=timeout)
+    pulse = _pulse_in(store, beat)
+    return Ranks(dist.get_rank(), dist.get_world_size(), keys, f"{purpose} {number}", timeout=timeout, pulse=pulse)
+
+
+_pulses: dict[weakref.ref[Any], Pulse] = {}
+"""The pulse of this rank in the store of the process group; the store must end with the group."""
+
+
+def _pulse_in(store: Any, beat: float) -> Pulse | None:
+    """Return the pulse of this rank in a store; None where torch cannot make a second connection to it."""
+    import torch.distributed as dist
+
+    key = weakref.ref(store)
+
+    def current() -> bool:
+        return dist.is_initialized() and dist.distributed_c10d._get_default_store() is key()
+
+    if key not in _pulses and hasattr(store, "clone"):
+        _pulses.clear()
+        own = dist.PrefixStore("ckpttool", store.clone())
+        _pulses[key] = Pulse(own, dist.get_rank(), beat=beat, current=current)
+        _pulses[key].start()
+    return _pulses.get(key)
 
 
 def own_group() -> Any:

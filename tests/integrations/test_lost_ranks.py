@@ -1,0 +1,113 @@
+"""A rank of a live run that is stopped or dies: the others learn it from its pulse, long before the timeout."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.integrations.torch.collectives import ranks_of_process_group
+from ckpttool.saving.coordination import RankError
+from tests.forked import call, statuses_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+BEAT = 1.0
+"""Seconds between two beats."""
+RANKS = 3
+
+
+class _Rank:
+    """A rank of a live run.
+
+    Args:
+        kind: "engine" or "torch".
+        directory: The directory of the files of this test.
+    """
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.rank, self.directory = int(os.environ["RANK"]), directory
+        self.told: list[str] = []
+        ranks_of_process_group("the first call decides the beat", beat=BEAT)
+        torch.manual_seed(3)
+        self.model: Any = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer: dict[str, Any] = {"optimizer": optimizer}
+        if kind == "engine":
+            from deepspeed import initialize
+
+            config = {
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_optimization": {"stage": 2},
+                "zero_allow_untested_optimizer": True,
+            }
+            self.model = initialize(model=self.model, optimizer=optimizer, config=config)[0]
+            self.optimizer = {}
+        self.manager = ckpttool.CheckpointManager(directory / "root")
+
+    def save(self, step: int) -> None:
+        """Save, and note the error and whether it came soon."""
+        if self.optimizer:
+            self._noted(lambda: self.manager.save(self.model, step=step, **self.optimizer))
+        else:
+            self.model.global_steps = step
+            self._noted(lambda: self.manager.save(self.model))
+
+    def restore(self) -> None:
+        """Restore, and note the error and whether it came soon."""
+        self._noted(lambda: self.manager.restore(self.model, **self.optimizer))
+
+    def _noted(self, task: Any) -> None:
+        began = time.monotonic()
+        try:
+            task()
+            self.told.append("done")
+        except RankError as error:
+            self.told.append(str(error))
+        assert time.monotonic() - began < 60
+        (self.directory / f"{self.rank}.json").write_text(json.dumps(self.told))
+
+
+def _live(kind: str, directory: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    one = _Rank(kind, directory)
+    one.save(1)
+    pid = directory / "pid"
+    if one.rank == 2:
+        pid.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    one.save(2)
+    if one.rank == 0:
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+    one.save(3)
+    if one.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    one.save(4)
+    one.restore()
+
+
+def _run(kind: str, directory: Path) -> list[int]:
+    return statuses_of(RANKS, lambda: _live(kind, directory))
+
+
+@pytest.mark.parametrize("kind", ["torch", "engine"])
+def test_a_rank_that_is_stopped_or_dies_is_named_within_beats(kind: str, tmp_path: Path) -> None:
+    assert call(_run, kind, tmp_path) == [0, 0, -signal.SIGKILL]
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    hint = "its process has ended or is stopped: see the log of rank 2"
+    lost = f"rank 2 gave no sign of life for 4 s; {hint}"
+    for rank in range(RANKS):
+        first, stopped, again, *dead = told[rank]
+        assert (first, again) == ("done", "done")
+        assert stopped.endswith(lost)
+        assert [one.endswith(lost) for one in dead] == ([] if rank == 2 else [True, True])
+    assert ckpttool.inspect(tmp_path / "root").step == 3
