@@ -28,7 +28,7 @@ RECORD = os.environ.get("CKPTTOOL_BENCHMARK_RECORD", "")
 SCALES = {"large": "253M", "small": "24M", "tiny": "a few thousand"}
 """Parameters of the checkpoints; tiny is for trying a benchmark out."""
 
-HELD_BYTES = 6 << 30
+HELD_BYTES = 4 << 30
 """More bytes than any command here writes."""
 
 _HOLD = """

@@ -200,14 +200,20 @@ def _write(path: Path, file: TorchFile, payloads: dict[str, bytes]) -> None:
     mentioned = {v.key for v in walk(file.root) if isinstance(v, StorageRef)}
     payloads = {key: data for key, data in payloads.items() if key in mentioned}
     sizes = {key: len(data) for key, data in payloads.items()}
-    crc32 = {key: zlib.crc32(data) for key, data in payloads.items()}
-    built = torch_zip.build(pickle(file.root, path=str(path)), sizes, prefix="archive", path=str(path), crc32=crc32)
-    out = bytearray(built.nbytes)
-    for offset, literal in built.literals:
-        out[offset : offset + len(literal)] = literal
+    built = torch_zip.build(pickle(file.root, path=str(path)), sizes, prefix="archive", path=str(path))
+    path.write_bytes(assembled(built, payloads))
+
+
+def assembled(built: torch_zip.BuiltArchive, payloads: dict[str, bytes], *, checksums: bool = True) -> bytes:
+    """The bytes of an archive."""
+    known = {key: zlib.crc32(data) for key, data in payloads.items()} if checksums else {}
+    out = bytearray(b"?" * built.nbytes)
+    for n, (key, (offset, literal)) in enumerate(zip([*payloads, None], built.literals, strict=True)):
+        own = {key: known[key]} if key in known else {} if key is not None else known
+        out[offset : offset + len(literal)] = built.literal(n, own)
     for key, where in built.payloads.items():
         out[where.start : where.end] = payloads[key]
-    path.write_bytes(out)
+    return bytes(out)
 
 
 def swap_equals(root: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpttool.budget import note_file
 from ckpttool.checksums import Record, crc32
@@ -158,16 +158,20 @@ class _Storages(Mapping[str, ByteRange]):
 
     def __init__(self, records: Records, numbers: dict[str, int]) -> None:
         self._records = records
-        self._numbers = numbers
+        self.numbers = numbers
+
+    def of(self, records: Records) -> _Storages:
+        """Return the storages of an archive with the same records elsewhere."""
+        return _Storages(records, self.numbers)
 
     def __getitem__(self, key: str) -> ByteRange:
-        return self._records[self._numbers[key]].where
+        return self._records[self.numbers[key]].where
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._numbers)
+        return iter(self.numbers)
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
 
 def read_torch_file(
@@ -204,6 +208,42 @@ def read_torch_file(
     if not any(head):
         raise TruncatedError(reader.path, "begins with zeros: it was never written", _HINT)
     raise ContainerError(reader.path, "was not written by torch.save", "is this a checkpoint? restore it from a copy")
+
+
+MAX_TEMPLATE_BYTES = 1 << 14
+"""Most bytes around the storage of an archive that is kept as a template."""
+MAX_TEMPLATES = 8
+"""Most templates of one size that are tried."""
+
+
+class SimilarFiles:
+    """Reads many files that differ in the bytes of one storage alone, such as the chunks of a model's tensors."""
+
+    def __init__(self) -> None:
+        self._pickles: dict[bytes, Unpickled] = {}
+        self._known: dict[int, list[tuple[torch_zip.Template, TorchFile]]] = {}
+        """Files with one storage, by their size."""
+
+    def read(self, reader: RangeReader) -> TorchFile:
+        """Read the structure of a file, as ``read_torch_file``.
+
+        Raises:
+            ContainerError: As for ``read_torch_file``.
+            StorageError: The file cannot be read.
+        """
+        known = self._known.setdefault(reader.nbytes, [])
+        for template, like in known:
+            records = template.records_of(reader)
+            if records is not None:
+                note_file(reader.path, reader.nbytes)
+                storages = like.storages.of(records) if isinstance(like.storages, _Storages) else like.storages
+                return like._replace(path=reader.path, storages=storages, records=records)
+        file = read_torch_file(reader, self._pickles)
+        if isinstance(file.storages, _Storages) and len(file.storages) == 1 and len(known) < MAX_TEMPLATES:
+            (storage,) = file.storages.numbers.values()
+            if reader.nbytes - file.records[storage].where.nbytes <= MAX_TEMPLATE_BYTES:
+                known.append((torch_zip.Template(reader, cast("Records", file.records), storage), file))
+        return file
 
 
 def _read_zip(reader: RangeReader, known: dict[bytes, Unpickled], max_pickle_bytes: int) -> TorchFile:

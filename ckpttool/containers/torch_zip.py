@@ -37,6 +37,8 @@ _LOCAL_FIELDS = struct.Struct("<4s4xH16xHH")
 """Magic, method, and lengths of name and extra field."""
 _CRC32_AT = 14
 """Offset of the CRC-32 in a local header."""
+_CRC32_IN_ENTRY = 16
+"""Offset of the CRC-32 in an entry of the central directory."""
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _CENTRAL_FIELDS = struct.Struct("<4s4x2H4x3I4H2x2I")
 """Magic, flags, method, CRC-32, sizes, lengths of name, extra field and comment, disk, attributes, and place of the
@@ -57,6 +59,9 @@ _MAX_EXTRA = 36
 _ENCRYPTED = 0x2061  # plainly, strongly, or with masked headers; or a patch of another file
 _FOLDER = 0x10
 """Attribute of a directory, which has no bytes."""
+_SERIALIZATION_ID = "/.data/serialization_id"
+"""Source: torch 2.13, caffe2/serialize/inline_container.h (``kSerializationIdRecordName``)."""
+_DESCRIPTOR = b"PK\x07\x08"
 _DAMAGED_HINT = "the file is truncated or damaged: restore it from a copy, or use another tag"
 _FOREIGN_HINT = "it was not written by torch.save; do not load it"
 
@@ -94,6 +99,72 @@ def parse(reader: RangeReader, max_directory_bytes: int = MAX_DIRECTORY_BYTES) -
             problem = f"zip records {brief(names[n])} and {brief(names[following])} overlap"
             raise ContainerError(reader.path, problem, _FOREIGN_HINT)
     return Records(names, zip(starts, ends, entries.crcs, strict=True))
+
+
+class Template:
+    """The structure of an archive, for archives that differ from it in the bytes of one storage alone.
+
+    Such archives have all other bytes in common but for the checksum of the storage and torch's serialization ID, a
+    hash of the content. The bytes are compared, so that an archive with another structure is found.
+
+    Args:
+        reader: The archive.
+        records: Its records.
+        storage: Index of the record of the storage.
+    """
+
+    def __init__(self, reader: RangeReader, records: Records, storage: int) -> None:
+        self.nbytes = reader.nbytes
+        self._names = records.names
+        self._places = [record.where for record in records]
+        self._storage = self._places[storage]
+        around = self._read(reader)
+        directory, _ = _read_directory(reader, MAX_DIRECTORY_BYTES)
+        self._crcs: list[int] = []
+        """Offset of the checksum of each record, in the bytes around the storage."""
+        self._free: list[tuple[int, int]] = []
+        """Ranges of the bytes around the storage in which archives may differ."""
+        at = self._around(directory.start)
+        for n, (name, where) in enumerate(zip(self._names, self._places, strict=True)):
+            row = _CENTRAL_FIELDS.unpack_from(around, at)
+            self._crcs.append(at + _CRC32_IN_ENTRY)
+            content = name.endswith(_SERIALIZATION_ID)
+            if content or n == storage:
+                header = self._around(int(row[11]))
+                end = self._around(where.end)
+                self._free += [(place, place + 4) for place in (header + _CRC32_AT, at + _CRC32_IN_ENTRY)]
+                if row[1] & _DESCRIBED and around[end : end + 4] == _DESCRIPTOR:
+                    self._free.append((end + 4, end + 8))
+                if content:
+                    self._free.append((self._around(where.start), end))
+            at += _CENTRAL.size + sum(row[6:9])
+        self._common = self._without_free(around)
+
+    def records_of(self, reader: RangeReader) -> Records | None:
+        """Return the records of an archive of the same size; None if it has another structure.
+
+        Raises:
+            StorageError: The file cannot be read.
+        """
+        around = self._read(reader)
+        if self._without_free(around) != self._common:
+            return None
+        crcs = (int.from_bytes(around[at : at + 4], "little") for at in self._crcs)
+        return Records(self._names, ((*where, crc) for where, crc in zip(self._places, crcs, strict=True)))
+
+    def _read(self, reader: RangeReader) -> bytes:
+        """Return the bytes before and after the storage."""
+        return reader.read(0, self._storage.start) + reader.read(self._storage.end, self.nbytes)
+
+    def _around(self, at: int) -> int:
+        """Return the place of a byte of the archive in the bytes around the storage."""
+        return at if at <= self._storage.start else at - self._storage.nbytes
+
+    def _without_free(self, around: bytes) -> bytearray:
+        changed = bytearray(around)
+        for start, end in self._free:
+            changed[start:end] = bytes(end - start)
+        return changed
 
 
 def directory_start(reader: RangeReader) -> int:
@@ -328,40 +399,54 @@ class BuiltArchive(NamedTuple):
     nbytes: int
     """Size of the whole file."""
     literals: tuple[tuple[int, bytes], ...]
-    """(offset, bytes) of headers and small records, in ascending offset."""
+    """(offset, bytes) of headers and small records: one before each storage, and one after all."""
     payloads: dict[str, ByteRange]
-    """Byte range of the payload of each storage, by key."""
+    """Byte range of the payload of each storage, by key, in order."""
+    checksums: dict[str, tuple[int, int]]
+    """Offsets of the CRC-32 of each storage, by key: in its header, and in the central directory."""
+    directory: int
+    """Offset of the central directory; it ends with the file."""
+
+    def literal(self, number: int, known: Mapping[str, int]) -> bytes:
+        """Return the bytes of a literal, with the CRC-32 of storages, by key, where it has them."""
+        start, data = self.literals[number]
+        changed = bytearray(data)
+        for key, crc32 in known.items():
+            for at in self.checksums[key]:
+                if 0 <= at - start < len(data):
+                    changed[at - start : at - start + 4] = crc32.to_bytes(4, "little")
+        return bytes(changed)
 
 
-def build(
-    pickled: bytes, sizes: Mapping[str, int], *, prefix: str, path: str, crc32: Mapping[str, int] | None = None
-) -> BuiltArchive:
+def build(pickled: bytes, sizes: Mapping[str, int], *, prefix: str, path: str) -> BuiltArchive:
     """Lay out an archive that ``torch.load`` reads, also with ``mmap=True``.
+
+    The CRC-32 of each storage is recorded as 0, "not computed", as torch itself does after
+    ``torch.serialization.set_crc32_options(False)``; ``BuiltArchive.literal`` replaces it.
 
     Args:
         pickled: ``data.pkl``.
         sizes: Bytes of each storage, by key, in the order they are to be stored.
         prefix: First component of every record name; torch uses the file name without its extension.
         path: Name of the file in errors.
-        crc32: CRC-32 of payloads where known; the others are recorded as 0, "not computed", as torch itself does after
-            ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
         PlanError: The prefix or a storage key cannot be part of a record's name.
     """
     if not re.fullmatch(_NAME, prefix):
         raise PlanError(path, f"{brief(prefix)} cannot be the name of an archive", "choose another file name")
-    known = crc32 or {}
     writer = _ArchiveWriter()
     writer.literal(f"{prefix}/data.pkl", pickled)
     writer.literal(f"{prefix}/.format_version", b"1")
     writer.literal(f"{prefix}/.storage_alignment", str(ALIGNMENT).encode())
     writer.literal(f"{prefix}/byteorder", b"little")
     payloads: dict[str, ByteRange] = {}
+    entries: dict[str, tuple[int, int]] = {}
     for key, nbytes in sizes.items():
         if not re.fullmatch(_NAME, key):
             raise PlanError(path, f"storage key {brief(key)} cannot name a record", "this is a bug in ckpttool")
-        payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes, known.get(key, 0))
+        entries[key] = writer.position + _CRC32_AT, len(writer.central) + _CRC32_IN_ENTRY
+        payloads[key] = writer.payload(f"{prefix}/data/{key}", nbytes)
     writer.literal(f"{prefix}/version", b"3\n")
     import hashlib  # importing it takes longer than reading a file
 
@@ -369,27 +454,39 @@ def build(
     digest = hashlib.sha256(pickled + repr(sorted(sizes.items())).encode()).digest()
     identity = f"{int.from_bytes(digest[:16], 'little') % 10**40:040d}"
     writer.literal(f"{prefix}/.data/serialization_id", identity.encode())
-    return BuiltArchive(writer.finish(), tuple(writer.literals), payloads)
-
-
-def with_crc32(header: bytes, crc32: int) -> bytes:
-    """A storage's header, as ``build`` lays it out before the storage, with another CRC-32."""
-    return header[:_CRC32_AT] + struct.pack("<I", crc32) + header[_CRC32_AT + 4 :]
+    directory, nbytes = writer.position, writer.finish()
+    checksums = {key: (header, directory + entry) for key, (header, entry) in entries.items()}
+    return BuiltArchive(nbytes, tuple(writer.literals), payloads, checksums, directory)
 
 
 class _ArchiveWriter:
     def __init__(self) -> None:
         self.position = 0
         self.literals: list[tuple[int, bytes]] = []
+        """The literals before the storages so far."""
         self.central = bytearray()
         self.count = 0
+        self._start = 0
+        self._literal = bytearray()
+        """The bytes since the last storage."""
 
     def literal(self, name: str, data: bytes) -> None:
-        where = self.payload(name, len(data), zlib.crc32(data))
-        self.literals.append((where.start, data))
+        """Write a small record."""
+        self._header(name, len(data), zlib.crc32(data))
+        self._literal += data
+        self.position += len(data)
 
-    def payload(self, name: str, nbytes: int, crc32: int) -> ByteRange:
-        """Write the headers of a record and leave room for its bytes."""
+    def payload(self, name: str, nbytes: int) -> ByteRange:
+        """Write the header of a storage, and leave room for its bytes."""
+        self._header(name, nbytes, 0)
+        self.literals.append((self._start, bytes(self._literal)))
+        start = self.position
+        self.position = self._start = start + nbytes
+        self._literal.clear()
+        return ByteRange(start, start + nbytes)
+
+    def _header(self, name: str, nbytes: int, crc32: int) -> None:
+        """Write the header of a record, and its entry in the directory."""
         raw = name.encode()
         large = nbytes >= _MAX32
         zip64 = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if large else b""
@@ -399,7 +496,7 @@ class _ArchiveWriter:
         shown = _MAX32 if large else nbytes
         version = 45 if large else 0
         header = _LOCAL.pack(MAGIC, version, _UTF8, 0, 0, 0, crc32, shown, shown, len(raw), len(extra)) + raw + extra
-        self.literals.append((self.position, header))
+        self._literal += header
         numbers = [nbytes, nbytes] if large else []
         at = self.position
         if at >= _MAX32:
@@ -410,9 +507,7 @@ class _ArchiveWriter:
         self.central += _CENTRAL.pack(b"PK\x01\x02", version, version, _UTF8, 0, 0, 0, crc32, *sizes, 0, 0, 0, at)
         self.central += raw + central_extra
         self.count += 1
-        start = self.position + len(header)
-        self.position = start + nbytes
-        return ByteRange(start, start + nbytes)
+        self.position += len(header)
 
     def finish(self) -> int:
         """Write the directory; returns the size of the file. ZIP64 records are always written, as torch does."""
@@ -423,6 +518,5 @@ class _ArchiveWriter:
         tail += _LOCATOR64.pack(b"PK\x06\x07", 0, end64, 1)
         count = min(self.count, _MAX16)
         tail += _END.pack(b"PK\x05\x06", 0, 0, count, count, min(nbytes, _MAX32), min(start, _MAX32), 0)
-        self.literals.append((start, tail))
-        self.literals.sort()
+        self.literals.append((self._start, bytes(self._literal + tail)))
         return start + len(tail)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.budget import CHUNKS, note_file, spend
 from ckpttool.checksums import ChunkRecords
-from ckpttool.containers.torch_file import read_torch_file
+from ckpttool.containers.torch_file import SimilarFiles, read_torch_file
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
@@ -35,7 +35,6 @@ from ckpttool.model import (
     Topology,
     tensor_number,
 )
-from ckpttool.model.places import Table
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
-    from ckpttool.containers.unpickler import Unpickled
     from ckpttool.formats.fields import Report
     from ckpttool.formats.location import Location
     from ckpttool.formats.state_dict import Kinds
@@ -118,8 +116,8 @@ class Shards:
         """Index and reader of each open file, by name."""
         self._records: dict[int, list[tuple[str, int, Sequence[Record]]]] = {}
         """Chunks of each file with their records, by its index."""
-        self._pickles: dict[bytes, Unpickled] = {}
-        """Pickles of chunks: chunks of one shape and type have equal ones."""
+        self._similar = SimilarFiles()
+        """Reads chunks: the chunks of one shape and type are alike."""
         if storage.remote:
             self._prefetch()
 
@@ -188,12 +186,14 @@ class Shards:
             return merge_slices([], shape, _recorded_dtype(entry))
         if len({state.dtype for state, _ in parts}) > 1:
             raise entry.error(fqn, "has chunks of several types")
+        if len(parts) == 1 and parts[0][0].shape == shape:
+            return parts[0][0]
         return merge_slices(parts, shape)
 
     def _chunk(self, chunk: StoredChunk, fqn: str, sizes: tuple[int, ...]) -> State:
         index, part = self._open(chunk)
         try:
-            torch = read_torch_file(part, self._pickles)
+            torch = self._similar.read(part)
         except CkptError as error:
             raise _damaged(fqn, chunk, part, error) from error
         if isinstance(torch.root, Opaque):
@@ -201,11 +201,8 @@ class Shards:
             raise UnknownTensorError(part.path, f"holds {brief(fqn, 200)} as a {class_of(torch.root)}", WHOLE)
         if not isinstance(torch.root, TensorRef) or torch.root.shape != sizes:
             raise LayoutError(part.path, f"holds no chunk of {fqn} at byte {chunk.start:,}", RESTORE)
-        state = whole_tensor(torch, index, torch.root)
-        rows = state.extents.copy()
-        rows["offset"] += chunk.start
         self._note(index, chunk, fqn, torch.records)
-        return State(state.shape, state.dtype, Table(rows))
+        return whole_tensor(torch, index, torch.root, chunk.start)
 
     def _note(self, index: int, chunk: StoredChunk, fqn: str, records: Sequence[Record]) -> None:
         """Add the records of a chunk's archive to the records of its file."""

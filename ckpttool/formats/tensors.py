@@ -36,19 +36,20 @@ MAX_STRIDED = 1 << 20
 """Maximum elements of a non-contiguous tensor: each element may need its own extent."""
 
 
-def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
+def whole_tensor(torch: TorchFile, index: int, ref: TensorRef, begin: int = 0) -> State:
     """Locate a whole tensor of one file, with any strides.
 
     Args:
-        torch: The file.
-        index: Its index into the checkpoint's files.
+        torch: The file of ``torch.save``.
+        index: Index of the file into the checkpoint's files.
         ref: The tensor.
+        begin: The byte of the file at which the file of ``torch.save`` begins.
 
     Raises:
         LayoutError: The tensor is not contiguous, and too large.
     """
     if ref.contiguous:
-        return State(ref.shape, ref.dtype, Contiguous(ref.numel, index, torch.locate(ref).start))
+        return State(ref.shape, ref.dtype, Contiguous(ref.numel, index, begin + torch.locate(ref).start))
     if ref.numel > MAX_STRIDED:
         problem = f"a tensor of shape {ref.shape} is stored with strides {ref.stride}"
         raise LayoutError(torch.path, problem, "save it contiguous")
@@ -64,6 +65,6 @@ def whole_tensor(torch: TorchFile, index: int, ref: TensorRef) -> State:
     table["start"] = first
     table["numel"] = np.diff(np.append(first, len(place)))
     table["file"] = index
-    base = torch.storages[ref.storage.key].start
+    base = begin + torch.storages[ref.storage.key].start
     table["offset"] = base + (ref.offset + place[first]) * itemsize(ref.dtype)
     return State(ref.shape, ref.dtype, Table(table))

@@ -7,8 +7,8 @@ import hashlib
 import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Protocol
 
 from ckpttool.checksums import chunk_bytes, combine, crc32, cuts, of_pieces
@@ -31,6 +31,11 @@ ALIGNMENT = 64
 """Alignment in bytes of the archives in a file."""
 READ_BYTES = 1 << 23
 """Bytes of one read of a payload."""
+SMALL_BYTES = 1 << 20
+"""Archives in one file up to this size are joined, and their bytes hashed together: each step of a thread, and each
+combination of checksums, takes as long as some 50 kB."""
+SMALL_PICKLE_BYTES = 1 << 10
+"""Largest pickle of an archive whose layout is kept for equal ones."""
 
 Hashed = tuple[int, int, int]
 """First byte in the file, size in bytes and CRC-32 of a piece inside one chunk."""
@@ -137,7 +142,12 @@ class ArchiveFile:
     _directory: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._built = self._build({})
+        sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
+        prefix = posixpath.splitext(posixpath.basename(self.name))[0]
+        if len(self.pickled) <= SMALL_PICKLE_BYTES:
+            self._built = _small_archive(self.pickled, tuple(sizes.items()), prefix, self.name)
+        else:
+            self._built = torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name)
 
     @property
     def nbytes(self) -> int:
@@ -175,32 +185,35 @@ class ArchiveFile:
             hashed: Yields the checksums of each payload.
             found: Gets the checksums of all bytes.
         """
-
-        def literal(start: int, data: bytes) -> bytes:
-            found.extend(_hash(size, (at + start, HostPayload(data))))
-            return data
-
-        keys = {self._built.payloads[key].start: key for key in self.payloads}
+        built = self._built
         crcs: dict[str, int] = {}
-        *literals, (end, _) = self._built.literals
-        for start, data in literals:
-            key = keys.get(start + len(data))  # no other literal ends where a storage begins
-            if key is None:
-                yield literal(start, data)
-                continue
-            of_payload = next(hashed)
+        for n, ((key, payload), of_payload) in enumerate(zip(self.payloads.items(), hashed, strict=False)):
             crcs[key] = _combined(of_payload)
-            yield literal(start, torch_zip.with_crc32(data, crcs[key]))
-            yield from _pieces(self.payloads[key])
+            data = built.literal(n, {key: crcs[key]})
+            found += _hash(size, (at + built.literals[n][0], HostPayload(data)))
+            yield data
+            yield from _pieces(payload)
             found += of_payload
-        directory = self._build(crcs).literals[-1][1]
-        self._directory = end, crc32(directory)
-        yield literal(end, directory)
+        start, data = built.literals[-1][0], built.literal(-1, crcs)
+        self._directory = built.directory, crc32(memoryview(data)[built.directory - start :])
+        found += _hash(size, (at + start, HostPayload(data)))
+        yield data
 
-    def _build(self, crcs: Mapping[str, int]) -> torch_zip.BuiltArchive:
-        sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
-        prefix = posixpath.splitext(posixpath.basename(self.name))[0]
-        return torch_zip.build(self.pickled, sizes, prefix=prefix, path=self.name, crc32=crcs)
+    def whole(self) -> bytes:
+        """Return all bytes of a small archive."""
+        contents = {key: bytes(payload.read(0, payload.nbytes)) for key, payload in self.payloads.items()}
+        crcs = {key: crc32(content) for key, content in contents.items()}
+        before = (self._built.literal(n, {key: crcs[key]}) for n, key in enumerate(contents))
+        parts = chain.from_iterable(zip(before, contents.values(), strict=True))
+        return b"".join([*parts, self._built.literal(-1, crcs)])
+
+
+@lru_cache(maxsize=1024)
+def _small_archive(
+    pickled: bytes, sizes: tuple[tuple[str, int], ...], prefix: str, path: str
+) -> torch_zip.BuiltArchive:
+    """Lay out an archive; many of a model are equal but for the bytes of their storages."""
+    return torch_zip.build(pickled, dict(sizes), prefix=prefix, path=path)
 
 
 @dataclass(slots=True)
@@ -228,14 +241,25 @@ class Archives:
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order."""
         size, end = chunk_bytes(self.nbytes), 0
-        placed = [one for archive, at in zip(self.archives, self.starts, strict=True) for one in archive.placed(at)]
-        hashed = mapped(partial(_hash, size), placed)
+        placed = [*zip(self.archives, self.starts, strict=True)]
+        hashed = mapped(
+            partial(_hash, size),
+            [one for archive, at in placed if archive.nbytes > SMALL_BYTES for one in archive.placed(at)],
+        )
         self._hashed = []
-        for archive, at in zip(self.archives, self.starts, strict=True):
-            if gap := bytes(at - end):
-                self._hashed += _hash(size, (end, HostPayload(gap)))
-                yield gap
-            yield from archive.stream_at(at, size, hashed, self._hashed)
+        joined = bytearray()
+        for archive, at in placed:
+            joined += bytes(at - end)
+            small = archive.nbytes <= SMALL_BYTES
+            if small:
+                joined += archive.whole()
+            if joined and (not small or len(joined) > SMALL_BYTES or archive is self.archives[-1]):
+                first = (at + archive.nbytes if small else at) - len(joined)
+                self._hashed += _hash(size, (first, HostPayload(memoryview(joined))))
+                yield bytes(joined)
+                joined.clear()
+            if not small:
+                yield from archive.stream_at(at, size, hashed, self._hashed)
             end = at + archive.nbytes
 
 
@@ -312,6 +336,7 @@ def write_files(
     directory: str,
     files: Sequence[OutgoingFile],
     check: Callable[[], None],
+    proceed: Callable[[], None] = lambda: None,
     mode: int = 0o666,
 ) -> list[Checksums]:
     """Write new files; return their checksums, in order.
@@ -321,6 +346,7 @@ def write_files(
         directory: Directory of the checkpoint.
         files: The files of this rank.
         check: Called right before the commit of each file; raises an error if another save has taken the directory.
+        proceed: Called before each block; raises an error to stop.
         mode: Permissions of the files before the umask, on storages with permissions.
 
     Raises:
@@ -332,7 +358,8 @@ def write_files(
     for one in directories - {directory}:
         storage.make_directory(one)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
-        tasks = (partial(_write_file, storage, *one, pool, check, mode) for one in zip(paths, files, strict=True))
+        write = partial(_write_file, storage, pool, check, proceed, mode)
+        tasks = (partial(write, *one) for one in zip(paths, files, strict=True))
         for _ in in_threads(tasks, jobs=2 if storage.remote else 1):  # a small file is a wait for answers
             pass
     for one in directories:
@@ -342,16 +369,22 @@ def write_files(
 
 def _write_file(
     storage: WritableStorage,
-    path: str,
-    file: OutgoingFile,
     pool: ThreadPoolExecutor,
     check: Callable[[], None],
+    proceed: Callable[[], None],
     mode: int,
+    path: str,
+    file: OutgoingFile,
 ) -> None:
+    def blocks() -> Iterator[bytes | memoryview]:
+        for block in file.stream(pool.map):
+            proceed()
+            yield block
+
     try:
         writer = storage.writer(path, file.nbytes, new=True, mode=mode)
         try:
-            write_stream(writer, file.stream(pool.map), at_once=storage.parts_at_once)
+            write_stream(writer, blocks(), at_once=storage.parts_at_once)
             check()
             writer.commit()
         except BaseException:

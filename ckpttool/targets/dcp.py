@@ -11,14 +11,13 @@ components/checkpoint.py.
 from __future__ import annotations
 
 import posixpath
+import struct
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckpttool.containers.pickler import pickle
-from ckpttool.containers.values import Opaque, Size, TorchDType
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
@@ -322,69 +321,158 @@ def _shard(directory: str, number: int, parts: Iterable[tuple[int, TargetFile]])
 
 def metadata(entries: Iterable[StoredEntry]) -> bytes:
     """Return the content of the metadata of a distributed checkpoint, a pickled ``Metadata`` object."""
-    described: dict[str, Opaque] = {}
-    paths: dict[str, Path] = {}
-    stored: dict[Opaque, Opaque] = {}
-    properties: dict[str, Opaque] = {}
+    entries = list(entries)
+    out = _Pickle()
+    out.begin("Metadata")
+    out.text("state_dict_metadata")
+    out.put(_DICT)
     for entry in entries:
-        fqn = entry.fqn
-        paths[fqn] = entry.path
-        size, chunks = Size(entry.shape), []
+        out.text(entry.fqn)
+        _describe(out, entry)
+    out.put(_SET)
+    out.text("planner_data")
+    out.put(_DICT)
+    for entry in entries:
+        out.text(entry.fqn)
+        out.put(b"(")
+        for part in entry.path:
+            out.text(part) if isinstance(part, str) else out.integer(part)
+        out.put(b"t")
+    out.put(_SET)
+    out.text("storage_data")
+    out.put(_DICT)
+    for entry in entries:
         for number, chunk in enumerate(entry.chunks):
-            info = _made(
-                "torch.distributed.checkpoint.filesystem",
-                "_StorageInfo",
-                relative_path=chunk.file,
-                offset=chunk.start,
-                length=chunk.nbytes,
-            )
-            where = None if entry.dtype is None else Size(chunk.offsets)
-            index = None if entry.dtype is None else number
-            stored[_made(_METADATA, "MetadataIndex", fqn=fqn, offset=where, index=index)] = info
-            if where is not None:
-                chunks.append(
-                    _made(
-                        _METADATA,
-                        "ChunkStorageMetadata",
-                        offsets=where,
-                        sizes=size if chunk.sizes == entry.shape else Size(chunk.sizes),
-                    )
-                )
-        if entry.dtype is None:
-            described[fqn] = _made(_METADATA, "BytesStorageMetadata")
-            continue
-        if entry.dtype not in properties:
-            properties[entry.dtype] = _properties(entry.dtype)
-        described[fqn] = _made(
-            _METADATA,
-            "TensorStorageMetadata",
-            properties=properties[entry.dtype],
-            size=size,
-            chunks=chunks,
-        )
-    root = _made(
-        _METADATA,
-        "Metadata",
-        state_dict_metadata=described,
-        planner_data=paths,
-        storage_data=stored,
-        storage_meta=None,
-        version="1.0.0",
-    )
-    return pickle(root, path=METADATA)
+            _locate(out, entry, number, chunk)
+    out.put(_SET)
+    out.text("storage_meta")
+    out.put(b"N")
+    out.text("version")
+    out.text("1.0.0")
+    out.end()
+    return out.content()
 
 
-def _made(module: str, name: str, **attributes: Any) -> Opaque:
-    """Return an instance of a dataclass."""
-    value = Opaque(module, name, "new")
-    value.stated, value.state = bool(attributes), attributes
-    return value
+def _describe(out: _Pickle, entry: StoredEntry) -> None:
+    """Write the type, the shape and the chunks of an entry."""
+    if entry.dtype is None:
+        out.begin("BytesStorageMetadata")
+        out.end()
+        return
+    out.begin("TensorStorageMetadata")
+    out.text("properties")
+    if not out.again(("properties", entry.dtype)):
+        out.first(("properties", entry.dtype), _properties(entry.dtype))
+    out.text("size")
+    out.size(entry.shape)
+    out.text("chunks")
+    out.put(b"](")
+    for chunk in entry.chunks:
+        out.begin("ChunkStorageMetadata")
+        out.text("offsets")
+        out.size(chunk.offsets)
+        out.text("sizes")
+        out.size(chunk.sizes)
+        out.end()
+    out.put(b"e")
+    out.end()
 
 
-def _properties(dtype: str) -> Opaque:
-    """Return ``TensorProperties``, which pickles itself as a tuple."""
-    layout = Opaque("torch.serialization", "_get_layout", "call", ("torch.strided",))
-    memory_format = Opaque(_METADATA, "_MEM_FORMAT_ENCODING", "call", (0,))
-    value = Opaque(_METADATA, "TensorProperties", "new")
-    value.stated, value.state = True, (TorchDType(DTYPES[dtype].torch), layout, False, memory_format, False)
-    return value
+def _locate(out: _Pickle, entry: StoredEntry, number: int, chunk: StoredChunk) -> None:
+    """Write the index of a chunk, and its place in a file."""
+    out.begin("MetadataIndex")
+    out.text("fqn")
+    out.text(entry.fqn)
+    out.text("offset")
+    out.put(b"N") if entry.dtype is None else out.size(chunk.offsets)
+    out.text("index")
+    out.put(b"N") if entry.dtype is None else out.integer(number)
+    out.end()
+    out.begin("_StorageInfo", "torch.distributed.checkpoint.filesystem")
+    out.text("relative_path")
+    out.text(chunk.file)
+    out.text("offset")
+    out.integer(chunk.start)
+    out.text("length")
+    out.integer(chunk.nbytes)
+    out.end()
+
+
+def _properties(dtype: str) -> bytes:
+    """Return the opcodes of ``TensorProperties``, which pickles itself as a tuple."""
+    of_dtype = f"ctorch\n{DTYPES[dtype].torch}\n".encode()
+    layout = b"ctorch.serialization\n_get_layout\nX\x0d\0\0\0torch.strided\x85R"
+    memory_format = f"c{_METADATA}\n_MEM_FORMAT_ENCODING\n".encode() + b"K\0\x85R"
+    made = f"c{_METADATA}\nTensorProperties\n".encode() + b")\x81"
+    return made + b"(" + of_dtype + layout + b"\x89" + memory_format + b"\x89tb"
+
+
+_DICT, _SET = b"}(", b"u"
+"""Opcodes before and after the items of a dict."""
+
+
+class _Pickle:
+    """Writes a pickle of torch's dataclasses: each class, text and shape once, and references to it after that."""
+
+    def __init__(self) -> None:
+        self._parts = [b"\x80\x02"]
+        self._known: dict[Any, bytes] = {}
+        """The opcodes that push a value again."""
+
+    def content(self) -> bytes:
+        """Return the whole pickle."""
+        return b"".join([*self._parts, b"."])
+
+    def put(self, opcodes: bytes) -> None:
+        """Write opcodes."""
+        self._parts.append(opcodes)
+
+    def again(self, key: Any) -> bool:
+        """Push a value by its number in the memo, if it has one."""
+        known = self._known.get(key)
+        if known is not None:
+            self._parts.append(known)
+        return known is not None
+
+    def first(self, key: Any, opcodes: bytes) -> None:
+        """Push a value by its opcodes, and keep it in the memo."""
+        number = struct.pack("<I", len(self._known))
+        self._known[key] = b"j" + number
+        self._parts.append(opcodes + b"r" + number)
+
+    def begin(self, name: str, module: str = _METADATA) -> None:
+        """Begin an instance of a class; its attributes follow, then ``end``."""
+        if not self.again((module, name)):
+            self.first((module, name), f"c{module}\n{name}\n".encode())
+        self._parts.append(b")\x81}(")
+
+    def end(self) -> None:
+        """End an instance."""
+        self._parts.append(b"ub")
+
+    def text(self, value: str) -> None:
+        """Push a text."""
+        if not self.again(value):
+            data = value.encode("utf-8", "surrogatepass")
+            self.first(value, b"X" + struct.pack("<I", len(data)) + data)
+
+    def size(self, shape: tuple[int, ...]) -> None:
+        """Push a ``torch.Size``."""
+        if self.again(shape):
+            return
+        if not self.again(("torch", "Size")):
+            self.first(("torch", "Size"), b"ctorch\nSize\n")
+        self._parts.append(b"(")
+        for number in shape:
+            self.integer(number)
+        self.first(shape, b"t\x85R")
+
+    def integer(self, value: int) -> None:
+        """Push a number."""
+        if 0 <= value < 256:
+            self._parts.append(b"K" + bytes((value,)))
+        elif 0 <= value < 1 << 31:
+            self._parts.append(b"J" + struct.pack("<i", value))
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self._parts.append(b"\x8a" + bytes((len(data),)) + data)

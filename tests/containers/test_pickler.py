@@ -29,6 +29,7 @@ from ckpttool.containers.values import Opaque, StorageRef, TensorRef
 from ckpttool.errors import ContainerError, PlanError
 from tests.containers.cases import CASES, FIXTURES, OF_CHECKPOINTS, Case
 from tests.containers.oracle import assert_torch_equal, load, read
+from tests.damage import assembled
 from tests.hostile import BytesReader
 from tests.wording import refused
 
@@ -42,17 +43,11 @@ def write_back(source: str, target: str, *, checksums: bool = True) -> torch_zip
     with open(source, "rb") as stream:
         data = stream.read()
     payloads = {key: data[r.start : r.end] for key, r in file.storages.items()}
-    crc32 = {key: zlib.crc32(payload) for key, payload in payloads.items()} if checksums else None
     prefix = os.path.splitext(os.path.basename(target))[0]
     sizes = {key: len(payload) for key, payload in payloads.items()}
-    built = torch_zip.build(pickle(file.root, path=target), sizes, prefix=prefix, path=target, crc32=crc32)
-    out = bytearray(b"?" * built.nbytes)
-    for offset, literal in built.literals:
-        out[offset : offset + len(literal)] = literal
-    for key, where in built.payloads.items():
-        out[where.start : where.end] = payloads[key]
+    built = torch_zip.build(pickle(file.root, path=target), sizes, prefix=prefix, path=target)
     with open(target, "wb") as stream:
-        stream.write(out)
+        stream.write(assembled(built, payloads, checksums=checksums))
     return built
 
 
@@ -344,9 +339,9 @@ def test_name_of_a_record_must_be_one_component(bad: str) -> None:
 def write_sparse(target: str, built: torch_zip.BuiltArchive, payloads: dict[str, bytes]) -> None:
     with open(target, "wb") as stream:
         stream.truncate(built.nbytes)
-        for offset, literal in built.literals:
+        for n, (offset, _) in enumerate(built.literals):
             stream.seek(offset)
-            stream.write(literal)
+            stream.write(built.literal(n, {key: zlib.crc32(payload) for key, payload in payloads.items()}))
         for key, payload in payloads.items():
             stream.seek(built.payloads[key].start)
             stream.write(payload)
@@ -361,8 +356,7 @@ def test_file_of_more_than_four_gigabytes_is_read_by_us_and_torch_and_zipfile(tm
     }
     sizes = {key: ref.storage.nbytes for key, ref in refs.items()}
     numbers = np.array([1, 2, 3, 4], "<f4").tobytes()
-    known = dict.fromkeys(["small", "after"], zlib.crc32(numbers))
-    built = torch_zip.build(pickle(refs, path=target), sizes, prefix="large", path=target, crc32=known)
+    built = torch_zip.build(pickle(refs, path=target), sizes, prefix="large", path=target)
     write_sparse(target, built, {"small": numbers, "after": numbers})
     assert os.stat(target).st_size > 5 << 30
 
@@ -382,7 +376,5 @@ def test_file_of_more_than_four_gigabytes_is_read_by_us_and_torch_and_zipfile(tm
 def test_more_records_than_sixteen_bits_count() -> None:
     sizes = {str(i): 0 for i in range(70_000)}
     built = torch_zip.build(b"\x80\x02N.", sizes, prefix="many", path="many.pt")
-    out = bytearray(built.nbytes)
-    for offset, literal in built.literals:
-        out[offset : offset + len(literal)] = literal
-    assert len(torch_zip.parse(BytesReader(bytes(out)))) == 70_006
+    data = assembled(built, dict.fromkeys(sizes, b""))
+    assert len(torch_zip.parse(BytesReader(data))) == 70_006

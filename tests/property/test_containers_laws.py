@@ -10,7 +10,6 @@ import os
 import pickle as python_pickle
 import sys
 import zipfile
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +24,7 @@ from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, Te
 from ckpttool.dtypes import BY_STORAGE_CLASS, DTYPES
 from ckpttool.errors import CkptError, ContainerError
 from tests.containers.cases import FILES, FIXTURES
+from tests.damage import assembled
 from tests.hostile import BytesReader, attacks, bombs, zip_file
 
 if TYPE_CHECKING:
@@ -262,25 +262,20 @@ prefixes = names.filter(lambda n: n not in {".", ".."})
 
 @given(st.binary(max_size=300), archives, prefixes, st.booleans())
 def test_parse_undoes_build(pickled: bytes, payloads: dict[str, bytes], prefix: str, with_checksums: bool) -> None:
-    known = {key: zlib.crc32(data) for key, data in payloads.items()} if with_checksums else None
     sizes = {key: len(data) for key, data in payloads.items()}
-    built = torch_zip.build(pickled, sizes, prefix=prefix, path="x.pt", crc32=known)
+    built = torch_zip.build(pickled, sizes, prefix=prefix, path="x.pt")
     spans = [(offset, offset + len(data)) for offset, data in built.literals if data]
     spans += [(r.start, r.end) for r in built.payloads.values() if r.nbytes]
     spans.sort()
     # Literals and payloads fill the file exactly once.
     assert [0, *(end for _, end in spans)] == [*(start for start, _ in spans), built.nbytes]
-    out = bytearray(built.nbytes)
-    for offset, literal in built.literals:
-        out[offset : offset + len(literal)] = literal
-    for key, where in built.payloads.items():
-        out[where.start : where.end] = payloads[key]
-    records = torch_zip.parse(BytesReader(bytes(out)))
+    out = assembled(built, payloads, checksums=with_checksums)
+    records = torch_zip.parse(BytesReader(out))
     assert {r.name: r.where for r in records if r.name.startswith(f"{prefix}/data/")} == {
         f"{prefix}/data/{key}": where for key, where in built.payloads.items()
     }
     assert all(where.start % torch_zip.ALIGNMENT == 0 for where in built.payloads.values())
-    with zipfile.ZipFile(io.BytesIO(bytes(out))) as archive:
+    with zipfile.ZipFile(io.BytesIO(out)) as archive:
         assert archive.namelist() == records.names
         assert archive.read(f"{prefix}/data.pkl") == pickled
         if with_checksums:
