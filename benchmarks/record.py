@@ -50,6 +50,7 @@ BENCHMARKS = {
     "ray_offline": ["--workers", "1", "2", "--runs", "2"],
     "ray_train": ["--parameters", "10", "--workers", "2", "--saves", "4"],
     "scale": ["--runs", "2"],
+    "torch_scale": ["--runs", "2"],
     "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
 }
 """Options of each benchmark."""

@@ -31,6 +31,7 @@ RUNS = {
     "restore.py": [*ONCE, "--stages", "2", "--quick"],
     "save.py": ["--ranks=2", "--stages=2", "--parameters=.01", "--width=64", "--runs=1", "--rounds=1"],
     "scale.py": ["--ranks", "3", "--layers", "2", "--hidden", "8"],
+    "torch_scale.py": ["--ranks=3", "--tensors=9", "--runs=1"],
     "storage.py": [*ONCE, "--peer-runs", "0", "--latency", "0"],
     "thin.py": [*ONCE, "--stages", "2"],
     "trainer.py": ["--parameters=.01", "--width=32", "--runs=1"],

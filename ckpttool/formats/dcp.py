@@ -9,20 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 import posixpath
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpttool.budget import CHUNKS, note_file, spend
 from ckpttool.checksums import ChunkRecords
+from ckpttool.commit import has_manifest
 from ckpttool.containers.torch_file import SimilarFiles, read_torch_file
 from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.containers.unpickler import Truncated, unpickle
 from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.dtypes import BY_TORCH_NAME, itemsize, parse_number
+from ckpttool.dtypes import BY_TORCH_NAME, DTYPES, itemsize, parse_number
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, TruncatedError
+from ckpttool.formats.chunk_index import CHUNK_INDEX, StoredChunk, read_chunk_index
 from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, WHOLE, Fields, shape_of
 from ckpttool.formats.state_dict import StateDict, recorded_step
-from ckpttool.formats.strided import Box, boxes_of, merge_slices
+from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.weights import class_of
 from ckpttool.messages import brief
@@ -35,13 +38,15 @@ from ckpttool.model import (
     Topology,
     tensor_number,
 )
+from ckpttool.model.places import Contiguous, Runs
 from ckpttool.ranges import ByteRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckpttool.checksums import Record
     from ckpttool.containers.torch_file import TorchFile
+    from ckpttool.formats.chunk_index import StoredEntry
     from ckpttool.formats.fields import Report
     from ckpttool.formats.location import Location
     from ckpttool.formats.state_dict import Kinds
@@ -82,18 +87,6 @@ class _FilePart:
         """Do nothing: the owner of the file closes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """Position of a stored chunk of a tensor, or of an object."""
-
-    file: str
-    """The shard."""
-    start: int
-    """First byte."""
-    nbytes: int
-    """Size in bytes."""
-
-
 class Shards:
     """The open files of one checkpoint.
 
@@ -127,7 +120,8 @@ class Shards:
             self._files[index] = replace(self._files[index], records=ChunkRecords(self._records.get(index, ())))
             reader.close()
 
-    def _open(self, chunk: StoredChunk) -> tuple[int, _FilePart]:
+    def _open(self, chunk: StoredChunk) -> tuple[int, Reader]:
+        """Return the file of a chunk: its index, and a reader."""
         if chunk.file not in self._opened:
             path = posixpath.join(self._directory, chunk.file)
             if not self._storage.remote and not self._storage.exists(path):
@@ -140,6 +134,11 @@ class Shards:
         index, reader = self._opened[chunk.file]
         if chunk.start + chunk.nbytes > reader.nbytes:
             raise LayoutError(reader.path, f"has {reader.nbytes:,} bytes, fewer than {METADATA} says", RESTORE)
+        return index, reader
+
+    def _part(self, chunk: StoredChunk) -> tuple[int, _FilePart]:
+        """Return the index of the file of a chunk, and a reader of its archive."""
+        index, reader = self._open(chunk)
         return index, _FilePart(reader, chunk.start, chunk.nbytes)
 
     def _prefetch(self) -> None:
@@ -169,7 +168,7 @@ class Shards:
             raise entry.error(fqn, "has no shape")
         chunks = entry.get("chunks", list)
         spend(CHUNKS, len(chunks), entry.path)
-        parts: list[tuple[State, list[Box]]] = []
+        parts: list[_Block] = []
         seen: set[tuple[int, ...]] = set()
         for value in chunks:
             offsets, sizes = _chunk_box(fqn, entry, fields_of(entry.path, value), shape)
@@ -181,17 +180,38 @@ class Shards:
             if offsets in seen:
                 raise entry.error(fqn, f"has two chunks at {offsets}")
             seen.add(offsets)
-            parts.append((self._chunk(chunk, fqn, sizes), boxes_of(offsets, sizes, shape)))
+            parts.append(_Block(offsets, sizes, self._chunk(chunk, fqn, sizes)))
         if not parts:
             return merge_slices([], shape, _recorded_dtype(entry))
-        if len({state.dtype for state, _ in parts}) > 1:
+        if len({part.state.dtype for part in parts}) > 1:
             raise entry.error(fqn, "has chunks of several types")
-        if len(parts) == 1 and parts[0][0].shape == shape:
-            return parts[0][0]
-        return merge_slices(parts, shape)
+        return _joined(parts, shape)
+
+    def indexed(self, entry: StoredEntry) -> State:
+        """Locate a tensor from the chunks that the index lists.
+
+        Raises:
+            LayoutError: A file is missing or too short, or a chunk does not fit the tensor.
+        """
+        path = posixpath.join(self._directory, CHUNK_INDEX)
+        spend(CHUNKS, len(entry.chunks), path)
+        dtype, shape = str(entry.dtype), entry.shape
+        if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS:
+            raise LayoutError(path, f"describes no tensor for {brief(entry.fqn, 200)}", RESTORE)
+        parts = []
+        for chunk in entry.chunks:
+            numel = math.prod(chunk.sizes)
+            inside = all(o + n <= whole for o, n, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True))
+            if not inside or chunk.first + numel * itemsize(dtype) > chunk.nbytes:
+                raise LayoutError(path, f"has a chunk of {brief(entry.fqn, 200)} that does not fit it", RESTORE)
+            if numel:
+                index, _ = self._open(chunk)
+                place = Contiguous(numel, index, chunk.start + chunk.first)
+                parts.append(_Block(chunk.offsets, chunk.sizes, State(chunk.sizes, dtype, place)))
+        return _joined(parts, shape) if parts else merge_slices([], shape, dtype)
 
     def _chunk(self, chunk: StoredChunk, fqn: str, sizes: tuple[int, ...]) -> State:
-        index, part = self._open(chunk)
+        index, part = self._part(chunk)
         try:
             torch = self._similar.read(part)
         except CkptError as error:
@@ -227,7 +247,7 @@ class Shards:
         chunk = self._chunks.get((fqn, None))
         if chunk is None:
             return None
-        index, part = self._open(chunk)
+        index, part = self._part(chunk)
         if part.read(0, min(chunk.nbytes, len(MAGIC))) != MAGIC:
             return None
         try:
@@ -241,6 +261,30 @@ class Shards:
             raise _damaged(fqn, chunk, part, error) from error
         except CkptError:
             return None
+
+
+class _Block(NamedTuple):
+    """A block of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element in each dimension."""
+    sizes: tuple[int, ...]
+    """Its shape."""
+    state: State
+    """Its elements."""
+
+
+def _joined(blocks: Sequence[_Block], shape: tuple[int, ...]) -> State:
+    """Return the state of a tensor from its blocks."""
+    if len(blocks) == 1 and blocks[0].sizes == shape:
+        return blocks[0].state
+    if shape and all(block.sizes[1:] == shape[1:] and type(block.state.place) is Contiguous for block in blocks):
+        inner = math.prod(shape[1:])
+        ordered = sorted(blocks, key=lambda block: block.offsets)
+        places = ((block.offsets[0] * inner, cast("Contiguous", block.state.place)) for block in ordered)
+        runs = ((start, place.numel, place.file, place.offset) for start, place in places)
+        return State(shape, blocks[0].state.dtype, Runs(math.prod(shape), runs))
+    return merge_slices([(block.state, boxes_of(block.offsets, block.sizes, shape)) for block in blocks], shape)
 
 
 class UnknownTensorError(LayoutError):
@@ -281,7 +325,7 @@ def stored_chunks(path: str, metadata: Fields) -> dict[ChunkKey, StoredChunk]:
         start, nbytes = info.get("offset", int), info.get("length", int)
         if "/" in file or "\0" in file or file in {"", ".", ".."} or start < 0 or nbytes < 0:
             raise LayoutError(path, f"places {brief(index.values.get('fqn'), 200)} in {brief(file, 200)}", RESTORE)
-        result[index.get("fqn", str), where] = StoredChunk(file, start, nbytes)
+        result[index.get("fqn", str), where] = StoredChunk((), (), file, start, nbytes)
     return result
 
 
@@ -317,7 +361,7 @@ def _without_tensors(value: Any, torch: TorchFile, part: _FilePart) -> Any:
     return value
 
 
-MAX_METADATA_BYTES = 1 << 28
+MAX_METADATA_BYTES = 1 << 30
 """Maximum size of ``.metadata`` in bytes."""
 MAX_MEMORY_BYTES = 1 << 35
 """Most bytes of memory that reading ``.metadata`` may take."""
@@ -372,12 +416,24 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
         path = posixpath.join(directory, METADATA)
         if not storage.exists(path):
             raise LayoutError(path, "is missing: the save was interrupted", RESTORE)
-        metadata, file = _read_metadata(storage, path)
+        content, file = _read_metadata(storage, path)
         files.append(replace(file, name=posixpath.join(part, METADATA)))
         first = len(files)
-        shards = Shards(storage, directory, stored_chunks(path, metadata), files)
+        recorded = kinds is not None and has_manifest(storage, location.directory)  # which has the checksums
+        index = read_chunk_index(storage, directory, content) if recorded else None
+        if index is None:
+            metadata = fields_of(path, _unpickled(path, content))
+            shards = Shards(storage, directory, stored_chunks(path, metadata), files)
+            described = _described(path, metadata, shards)
+        else:
+            listed = list(index)
+            objects: dict[ChunkKey, StoredChunk] = {
+                (e.fqn, None): c for e in listed if e.dtype is None for c in e.chunks
+            }
+            shards = Shards(storage, directory, objects, files)
+            described = _indexed(listed, shards)
         try:
-            _read_entries(path, metadata, shards, entries)
+            _read_entries(described, shards, entries)
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
@@ -449,7 +505,7 @@ def _leave_out(entries: StateDict, location: Location) -> None:
     entries.states, entries.numbers, entries.groups, entries.options = {}, {}, {}, {}
 
 
-def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]:
+def _read_metadata(storage: Storage, path: str) -> tuple[bytes, CheckpointFile]:
     directory = posixpath.dirname(path)
     for entry in storage.listing(directory):
         if not entry.is_dir:  # the limits grow with the bytes of the shards that it describes
@@ -457,29 +513,56 @@ def _read_metadata(storage: Storage, path: str) -> tuple[Fields, CheckpointFile]
     with storage.open(path) as reader:
         if reader.nbytes > MAX_METADATA_BYTES:
             raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large to describe a checkpoint", RESTORE)
-        try:
-            root = unpickle(reader.read(0, reader.nbytes), path=path, max_memory_bytes=MAX_MEMORY_BYTES).value
-        except Truncated:
-            raise LayoutError(path, "ends too early", RESTORE) from None
         file = CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version, container="dcp")
-    return fields_of(path, root), file
+        return reader.read(0, reader.nbytes), file
 
 
-def _read_entries(path: str, metadata: Fields, shards: Shards, result: StateDict) -> None:
-    """Read every entry of the state dict, and sort the entries by part."""
+def _unpickled(path: str, content: bytes) -> Any:
+    try:
+        return unpickle(content, path=path, max_memory_bytes=MAX_MEMORY_BYTES).value
+    except Truncated:
+        raise LayoutError(path, "ends too early", RESTORE) from None
+
+
+class _Entry(NamedTuple):
+    """An entry of the state dict."""
+
+    fqn: str
+    """Its name in the flattened state dict."""
+    keys: tuple[Any, ...]
+    """Its keys in the nested state dict."""
+    locate: Callable[[], State] | None
+    """Returns the places of a tensor; None for an object."""
+
+
+def _described(path: str, metadata: Fields, shards: Shards) -> Iterator[_Entry]:
+    """Yield the entries that the metadata describes."""
     paths = metadata.values.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
-    counted: dict[str, tuple[str, str, ScalarState]] = {}
     for fqn, value in metadata.get("state_dict_metadata", dict).items():
         if not isinstance(fqn, str):
             raise metadata.error("state_dict_metadata", f"names a tensor {brief(fqn, 80)}")
         keys = paths.get(fqn)
-        keys, flat = _unflatten(tuple(map(str, keys if keys and isinstance(keys, tuple | list) else (fqn,))))
+        fields = fields_of(path, value)
+        locate = partial(shards.tensor, fqn, fields) if "chunks" in fields else None
+        yield _Entry(fqn, tuple(keys if keys and isinstance(keys, tuple | list) else (fqn,)), locate)
+
+
+def _indexed(listed: Iterable[StoredEntry], shards: Shards) -> Iterator[_Entry]:
+    """Yield the entries of the index."""
+    for entry in listed:
+        yield _Entry(entry.fqn, entry.path, None if entry.dtype is None else partial(shards.indexed, entry))
+
+
+def _read_entries(described: Iterable[_Entry], shards: Shards, result: StateDict) -> None:
+    """Read every entry of the state dict, and sort the entries by part."""
+    counted: dict[str, tuple[str, str, ScalarState]] = {}
+    for fqn, where, locate in described:
+        keys, flat = _unflatten(tuple(map(str, where)))
         result.flattened |= flat
-        described = fields_of(path, value)
-        if "chunks" in described:
+        if locate is not None:
             try:
-                _add_tensor(result, fqn, keys, shards.tensor(fqn, described), shards, flat=flat)
+                _add_tensor(result, fqn, keys, locate(), shards, flat=flat)
             except UnknownTensorError as error:
                 result.unread.append(f"{posixpath.basename(error.path)} {error.problem}")
             continue

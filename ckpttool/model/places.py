@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpttool.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -156,3 +156,36 @@ class Contiguous(Place):
         if numel != self.numel:
             return False
         return not numel or self.offset + numel * itemsize(dtype) <= sizes[self.file]
+
+
+class Runs(Place):
+    """Elements in order, in several runs that are contiguous each.
+
+    Args:
+        numel: Elements of the tensor.
+        runs: Of each run: first element, elements, index into the checkpoint's files, first byte; in ascending order.
+    """
+
+    __slots__ = ("_packed", "numel")
+
+    def __init__(self, numel: int, runs: Iterable[tuple[int, int, int, int]]) -> None:
+        self.numel = numel
+        self._packed = b"".join(_ROW.pack(*run, 0, 1, 0, 0) for run in runs)
+
+    @property
+    def rows(self) -> NDArray[np.void]:
+        """A row for each run."""
+        import numpy as np
+
+        from ckpttool.model.extents import EXTENT
+
+        return np.frombuffer(self._packed, dtype=EXTENT)
+
+    def sound(self, numel: int, dtype: str, sizes: Sequence[int]) -> bool:
+        """Return whether each run begins where the one before ends, and all end inside their files."""
+        at, width = 0, itemsize(dtype)
+        for start, count, file, offset, *_ in _ROW.iter_unpack(self._packed):
+            if start != at or offset + count * width > sizes[file]:
+                return False
+            at += count
+        return at == numel == self.numel

@@ -14,12 +14,13 @@ import posixpath
 import struct
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
+from ckpttool.formats.chunk_index import StoredChunk, StoredEntry
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
@@ -30,6 +31,7 @@ from ckpttool.targets.torch import TorchFileBuilder, group_options, plain_file
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from ckpttool.formats.chunk_index import Path
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.plan import ConsistencyChecks
 
@@ -40,8 +42,6 @@ ALIGNMENT = 64
 
 _ARCHIVE = "archive"
 _METADATA = "torch.distributed.checkpoint.metadata"
-Path = tuple[str | int, ...]
-"""Keys of a value in the nested state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +80,6 @@ LAYOUTS = {
 """Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``,
 and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes; the latter
 has an epoch beside model and optimizer."""
-
-
-class StoredChunk(NamedTuple):
-    """A part of a tensor, or an object, stored as an archive in a file."""
-
-    offsets: tuple[int, ...]
-    """Index of its first element in each dimension."""
-    sizes: tuple[int, ...]
-    """Its shape."""
-    file: str
-    """Name of the file, in the directory of the metadata."""
-    start: int
-    """First byte of the archive."""
-    nbytes: int
-    """Its size in bytes."""
-
-
-class StoredEntry(NamedTuple):
-    """One entry of a distributed checkpoint."""
-
-    path: Path
-    """Keys of the entry in the state dict."""
-    dtype: str | None
-    """Of a tensor, safetensors' spelling; None for an object."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    chunks: Sequence[StoredChunk]
-    """Its parts; of an object, its archive."""
-
-    @property
-    def fqn(self) -> str:
-        """Name of the entry in the flattened state dict."""
-        return ".".join(map(str, self.path))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,6 +374,8 @@ def _properties(dtype: str) -> bytes:
     return made + b"(" + of_dtype + layout + b"\x89" + memory_format + b"\x89tb"
 
 
+FLUSHED = 1 << 16
+"""Opcodes that are joined at once."""
 _DICT, _SET = b"}(", b"u"
 """Opcodes before and after the items of a dict."""
 
@@ -415,13 +384,16 @@ class _Pickle:
     """Writes a pickle of torch's dataclasses: each class, text and shape once, and references to it after that."""
 
     def __init__(self) -> None:
-        self._parts = [b"\x80\x02"]
+        self._written = bytearray(b"\x80\x02")
+        self._parts: list[bytes] = []
+        """Opcodes that are not yet written."""
         self._known: dict[Any, bytes] = {}
         """The opcodes that push a value again."""
 
     def content(self) -> bytes:
         """Return the whole pickle."""
-        return b"".join([*self._parts, b"."])
+        self._flush()
+        return bytes(self._written + b".")
 
     def put(self, opcodes: bytes) -> None:
         """Write opcodes."""
@@ -449,6 +421,12 @@ class _Pickle:
     def end(self) -> None:
         """End an instance."""
         self._parts.append(b"ub")
+        if len(self._parts) > FLUSHED:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._written += b"".join(self._parts)
+        self._parts.clear()
 
     def text(self, value: str) -> None:
         """Push a text."""

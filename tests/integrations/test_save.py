@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.formats import dcp
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save
 from ckpttool.integrations.torch import chunks
@@ -18,6 +19,7 @@ from ckpttool.saving.files import HostPayload
 from ckpttool.targets.dcp import LAYOUTS
 from tests import sampling
 from tests.forked import each_on_ranks
+from tests.formats.test_chunk_index import layout
 from tests.integrations.test_load import MESHES, _held, _wrapped
 from tests.wording import refused
 
@@ -138,7 +140,7 @@ def _do(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     return _saves(job, directory) if job["save"] else _resumes(job, directory)
 
 
-def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path) -> None:
+def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imports = ["torch.distributed.checkpoint", "torch.distributed.fsdp"]
     saved = each_on_ranks(_do, RUNS, tmp_path, imports=imports)
     for job in RUNS:
@@ -163,6 +165,10 @@ def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path) -> Non
         for key, value in saved[job["id"]][0]["later"].items():
             if key.startswith("fp32/") and key != "fp32/scratch":
                 assert torch.equal(torch.as_tensor(weights[key[5:]]), value), (job["id"], key)
+    by_index = {job["id"]: layout(tmp_path / job["id"] / "step-6") for job in RUNS}
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "read_chunk_index", lambda *_: None)
+        assert by_index == {job["id"]: layout(tmp_path / job["id"] / "step-6") for job in RUNS}
     found = each_on_ranks(_do, RESUMED, tmp_path, imports=imports)
     for job in RESUMED:
         truth = saved[job["saved"]]

@@ -19,7 +19,7 @@ import math
 import posixpath
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import walk
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.formats.chunk_index import CHUNK_INDEX, StoredChunk, StoredEntry, chunk_index
 from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
@@ -51,7 +53,7 @@ from ckpttool.model import Topology
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
-from ckpttool.targets.dcp import LAYOUTS, StoredChunk, StoredEntry, client_state_of, metadata
+from ckpttool.targets.dcp import LAYOUTS, client_state_of, metadata
 from ckpttool.targets.torch import storage_ref, view
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.formats.chunk_index import Path
     from ckpttool.integrations.live.host_memory import HostMemory
     from ckpttool.integrations.live.request import Save
     from ckpttool.integrations.live.run import Kept, Ready
@@ -67,7 +70,7 @@ if TYPE_CHECKING:
     from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile, Payload
-    from ckpttool.targets.dcp import DcpLayout, Path
+    from ckpttool.targets.dcp import DcpLayout
 
 LOG = logging.getLogger(__name__)
 VERSION = 1
@@ -325,6 +328,13 @@ def _structure(dtype: str, shape: tuple[int, ...]) -> bytes:
     return pickle(view(storage_ref("0", dtype, math.prod(shape)), dtype, 0, shape), path="archive")
 
 
+@cache
+def _first_byte(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the byte of an archive of one tensor at which the values begin."""
+    nbytes = math.prod(shape) * itemsize(dtype)
+    return torch_zip.build(_structure(dtype, shape), {"0": nbytes}, prefix="archive", path="").payloads["0"].start
+
+
 def _add(files: CapturedFiles, name: str, content: Any, memory: HostMemory | None) -> None:
     """Add a file of ``torch.save`` to the files of this rank, or note why it cannot be pickled."""
     try:
@@ -471,6 +481,7 @@ class DcpIndex:
         self._objects: Sequence[StoredEntry] = ()
         self._aliases: Mapping[str, str] = {}
         self._metadata: dict[str, bytes] = {}
+        """The files that rank 0 writes, by name."""
         self.own = ""
         """The entries that this rank writes, each with its first byte and its size in the file."""
 
@@ -537,17 +548,11 @@ class DcpIndex:
         Raises:
             RankError: Two entries have one name, or a part has no writer.
         """
-        chunks: list[list[StoredChunk]] = [[] for _ in self._entries]
-        for rank, text in enumerate(own):
-            for n, start, nbytes in np.frombuffer(_unpacked(text), np.int64).reshape(-1, 3).tolist():
-                box = self._boxes[rank, self._columns[n] : self._columns[n + 1]].tolist()
-                offsets, sizes = box[: len(box) // 2], box[len(box) // 2 :]
-                chunks[n].append(StoredChunk(tuple(offsets), tuple(sizes), _file_name(rank), start, nbytes))
         names = self._names
         stored: dict[str, dict[str, StoredEntry]] = {directory: {} for directory in names.directories}
-        for entry, found in zip(self._entries, chunks, strict=True):
-            one, beside = StoredEntry(entry.path, entry.dtype, entry.shape, sorted(found)), stored[entry.directory]
-            if sum(math.prod(chunk.sizes) for chunk in found) != math.prod(entry.shape) or one.fqn in beside:
+        for entry, found in zip(self._entries, self._chunks(own), strict=True):
+            one, beside = StoredEntry(entry.path, entry.dtype, entry.shape, found), stored[entry.directory]
+            if found.elements != math.prod(entry.shape) or one.fqn in beside:
                 problem = f"would not have one entry of {one.fqn}"
                 raise RankError(self._directory, problem, "rename a parameter: two names differ in their dots alone")
             beside[one.fqn] = one
@@ -558,10 +563,25 @@ class DcpIndex:
                 tied = first._replace(path=(*names.model, alias))
                 models.setdefault(tied.fqn, tied)
         objects = {names.directories[1]: self._objects}
-        self._metadata = {
-            posixpath.join(directory, METADATA): metadata([*own.values(), *objects.get(directory, ())])
-            for directory, own in stored.items()
-        }
+        for directory, tensors in stored.items():
+            entries = [*tensors.values(), *objects.get(directory, ())]
+            content = metadata(entries)
+            self._metadata[posixpath.join(directory, METADATA)] = content
+            self._metadata[posixpath.join(directory, CHUNK_INDEX)] = chunk_index(entries, content)
+
+    def _chunks(self, own: Sequence[str]) -> Iterator[_Chunks]:
+        """Yield the chunks of each entry, from the places that all ranks write to."""
+        written = [np.frombuffer(_unpacked(text), np.int64).reshape(-1, 3) for text in own]
+        ranks = np.repeat(np.arange(len(own)), [len(rows) for rows in written])
+        rows = np.concatenate(written)
+        order = np.argsort(rows[:, 0], kind="stable")
+        ends = np.searchsorted(rows[order, 0], np.arange(len(self._entries)), side="right")
+        start = 0
+        for n, (entry, end) in enumerate(zip(self._entries, ends.tolist(), strict=True)):
+            mine = order[start:end]
+            boxes = self._boxes[ranks[mine], self._columns[n] : self._columns[n + 1]]
+            yield _Chunks(entry.dtype, np.column_stack([ranks[mine], rows[mine, 1:]]), boxes)
+            start = end
 
     def files(self) -> Sequence[OutgoingFile]:
         """Return the files with the metadata."""
@@ -572,6 +592,39 @@ class DcpIndex:
         name = next(n for n in {**own, **others} if own.get(n) != others.get(n))
         problem = f"rank {rank} has another {name} than rank 0, or only one of them has it"
         return RankError(self._directory, problem, "build the same model and optimizer on all ranks")
+
+
+class _Chunks(Collection[StoredChunk]):
+    """The chunks of one tensor, made when they are needed: a large run has millions.
+
+    Args:
+        dtype: Type of the tensor.
+        places: Of each chunk: the rank that writes it, the first byte, and the size of the archive.
+        boxes: Of each chunk: the index of its first element in each dimension, then its shape.
+    """
+
+    def __init__(self, dtype: str, places: NDArray[np.int64], boxes: NDArray[np.int64]) -> None:
+        self._dtype = dtype
+        self._dimensions = boxes.shape[1] // 2
+        order = np.lexsort(boxes[:, : self._dimensions].T[::-1]) if self._dimensions else slice(None)
+        self._places, self._boxes = places[order], boxes[order]
+
+    @property
+    def elements(self) -> int:
+        """Elements of all chunks."""
+        return int(np.prod(self._boxes[:, self._dimensions :], axis=1).sum())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, value: object) -> bool:
+        return any(value == chunk for chunk in self)
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        for (rank, start, nbytes), box in zip(self._places.tolist(), self._boxes.tolist(), strict=True):
+            sizes = tuple(box[self._dimensions :])
+            values = _first_byte(self._dtype, sizes)
+            yield StoredChunk(tuple(box[: self._dimensions]), sizes, _file_name(rank), start, nbytes, values)
 
 
 def _kinds(boxes: NDArray[np.int64], dimensions: int) -> tuple[list[int], int]:
