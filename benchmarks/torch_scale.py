@@ -59,11 +59,12 @@ def entries(rank: int, ranks: int, tensors: int) -> list[Entry]:
     return found
 
 
-def cpu(taken: dict[str, list[float]], function: Callable[[], Any]) -> Any:
-    """Call a function, and add the processor time that it takes."""
-    began = time.process_time()
+def timed(taken: dict[str, list[float]], function: Callable[[], Any]) -> Any:
+    """Call a function, and add the time and the processor time that it takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
     result = function()
-    taken.setdefault("cpu", []).append(time.process_time() - began)
+    taken.setdefault("wall", []).append(time.perf_counter() - wall)
+    taken.setdefault("cpu", []).append(time.process_time() - cpu)
     return result
 
 
@@ -112,17 +113,18 @@ def saved(ranks: int, tensors: int, runs: int) -> dict[str, dict[str, list[float
         places = [(n, n * step, len(data)) for n in range(tensors)]
         own = [_packed(np.array(places, np.int64).tobytes()) for _ in range(ranks)]
         ours = exchange["ckpttool, exchange"]
-        decision = cpu(ours, partial(indexes[0].share, parts))
-        ours["message_kb"] = [len(pickle.dumps(parts[1])) / 1000]
-        ours["answer_kb"] = [len(pickle.dumps(decision)) / 1000]
-        cpu(exchange["ckpttool, metadata and index"], partial(indexes[0].check, own))
+        decision = timed(ours, partial(indexes[0].share, parts))
+        print(
+            f"message of a rank: {len(pickle.dumps(parts[1])):,} bytes; answer: {len(pickle.dumps(decision)):,} bytes"
+        )
+        timed(exchange["ckpttool, metadata and index"], partial(indexes[0].check, own))
         if ranks <= PLANNED:
             plans = planned(ranks, first)
             planner = DefaultSavePlanner()
             planner.flatten_state_dict = False
             theirs = exchange.setdefault("torch, create_global_plan", {})
-            cpu(theirs, partial(planner.create_global_plan, plans))
-            theirs["message_kb"] = [len(pickle.dumps(plans[1])) / 1000]
+            timed(theirs, partial(planner.create_global_plan, plans))
+            print(f"plan of a rank of torch: {len(pickle.dumps(plans[1])):,} bytes")
     _write({file.name: b"".join(map(bytes, file.stream())) for file in indexes[0].files()}, data, step, ranks, tensors)
     return exchange
 
@@ -158,23 +160,23 @@ def opened(ranks: int, tensors: int, runs: int) -> None:
             if task is not by_index and ranks > PLANNED:
                 continue
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # its peak memory is its own
-                seconds, peak = pool.submit(measured, task).result()
-            quantities = contestants.setdefault(name, {"cpu": [], "peak_mb": []})
-            quantities["cpu"].append(seconds)
-            quantities["peak_mb"].append(peak)
-    for name, taken in contestants.items():
-        print(f"open, {name:30}{min(taken['cpu']):9.2f} CPU s {max(taken['peak_mb']):9.0f} MB")
+                taken = pool.submit(measured, task).result()
+            for quantity, value in taken.items():
+                contestants.setdefault(name, {}).setdefault(quantity, []).append(value)
+    for name, values in contestants.items():
+        print(f"open, {name:30}{min(values['cpu']):9.2f} CPU s {max(values['peak_mb']):9.0f} MB")
     measure.keep(f"{ranks} ranks x {tensors} tensors, open", "index", contestants)
     shutil.rmtree(DATA)
 
 
-def measured(task: Callable[[Path], None]) -> tuple[float, float]:
-    """Run a task; its processor time in seconds, and the memory in MB that it added to the peak."""
+def measured(task: Callable[[Path], None]) -> dict[str, float]:
+    """Run a task; its time and processor time in seconds, and the memory in MB that it added to the peak."""
     if task is unpickle:
         import torch.distributed.checkpoint.filesystem  # noqa: F401  importing it is not measured
-    before, began = peak_mb(), time.process_time()
-    task(DATA)
-    return time.process_time() - began, peak_mb() - before
+    before = peak_mb()
+    taken: dict[str, list[float]] = {}
+    timed(taken, partial(task, DATA))
+    return {"wall": taken["wall"][0], "cpu": taken["cpu"][0], "peak_mb": peak_mb() - before}
 
 
 def by_index(directory: Path) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
+from ckpttool.formats.chunk_index import CHUNK_INDEX
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
 from tests.frameworks import accelerate_runs
@@ -79,7 +81,10 @@ def test_a_folder_has_the_files_of_accelerate(runs: dict[str, Any]) -> None:
         for f in (runs[name]["out"] / f"step_{SAVED}" for name in ("plain", "without"))
     )
     assert not theirs - ours
-    assert {name for name in ours - theirs if "rank_state" not in name} == {MANIFEST, "ckpttool_run_state.pt"}
+    indexes = {f"{directory}/{CHUNK_INDEX}" for directory in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)}
+    assert {name for name in ours - theirs if "rank_state" not in name} == {
+        MANIFEST, "ckpttool_run_state.pt", *indexes,
+    }  # fmt: skip
     folder = runs["plain"]["out"] / f"step_{SAVED}"
     assert ckpttool.verify(folder, deep=True).sound
     assert ckpttool.inspect(folder).step == SAVED

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.formats.chunk_index import CHUNK_INDEX
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
 from tests.frameworks import trainer_runs
@@ -98,6 +100,7 @@ def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any]) -> None:
     assert not theirs - ours
     assert {name for name in ours - theirs if "rank_state" not in name} == {
         MANIFEST, "ckpttool_run_state.pt", "config.json", "generation_config.json", "training_args.bin",
+        f"{ACCELERATE_MODEL}/{CHUNK_INDEX}", f"{ACCELERATE_OPTIMIZER}/{CHUNK_INDEX}",
     }  # fmt: skip
     folder = runs["plain"]["out"] / "run" / f"checkpoint-{SAVED}"
     assert ckpttool.verify(folder, deep=True).sound
