@@ -1,50 +1,31 @@
-"""Train a causal language model with FSDP2 under Ray Train, as Ray's template, from a checkpoint of DeepSpeed ZeRO.
+"""Train a causal language model with FSDP2 under Ray Train, as Ray's template.
 
-    python examples/ray_zero.py --storage run --workers 2 --epochs 2    # prints its checkpoints
-    ckpttool convert CHECKPOINT fsdp2 --to dcp --layout app
-    python examples/ray_fsdp2.py --storage run --start fsdp2 --workers 3 --epochs 4
+ray_fsdp2_documented.py saves as that template. ray_fsdp2.py saves with ckpttool, and resumes on any number of workers:
 
-The template saves and loads with ``torch.distributed.checkpoint``, which needs no ckpttool. ray_zero.py has the same
-model.
+    python examples/ray_fsdp2.py --storage run --workers 2 --epochs 2
+    python examples/ray_fsdp2.py --storage run --workers 3 --epochs 4
+
+Each continues a run of the other. A run begins with ``--start CHECKPOINT``: with ckpttool any checkpoint, such as one
+of ray_zero.py, which has the same model; without it, what ``convert CHECKPOINT OUT --to dcp --layout app`` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
-import torch.distributed.checkpoint as dcp
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ckpttool.integrations import ray_train
 
 WORDS, LENGTH, LINES, BATCH = 32, 12, 24, 2
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-class AppState:
-    """The state in a checkpoint: model, optimizer, and the last epoch."""
-
-    def __init__(self, model: Any, optimizer: Any, epoch: int = 0) -> None:
-        self.model, self.optimizer, self.epoch = model, optimizer, epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this worker."""
-        weights, states = get_state_dict(self.model, self.optimizer)
-        return {"model": weights, "optim": states, "epoch": self.epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state of this worker."""
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
-        )
-        self.epoch = state_dict["epoch"]
 
 
 def train_func(config: dict[str, Any]) -> None:
@@ -62,13 +43,11 @@ def train_func(config: dict[str, Any]) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    start_epoch = 0
-    checkpoint = ray.train.get_checkpoint() or (Checkpoint(config["start"]) if config["start"] else None)
-    if checkpoint:
-        app_state = AppState(model, optimizer)
-        with checkpoint.as_directory() as directory:
-            dcp.load({"app": app_state}, checkpoint_id=directory)
-        start_epoch = app_state.epoch + 1
+    saves = ray_train.RayTrainCheckpoints(layout="app")
+    state = saves.restore(model, optimizer=optimizer)
+    if state is None and config["start"]:
+        state = saves.restore(model, config["start"], optimizer=optimizer)
+    start_epoch, step = (0, 0) if state is None else (state["epoch"] + 1, state.get("step", 0))
 
     lines = (torch.arange(LINES)[:, None] + torch.arange(LENGTH)) % (WORDS - 3) + 3
     loader = ray.train.torch.prepare_data_loader(torch.utils.data.DataLoader(lines, BATCH, shuffle=True))
@@ -82,10 +61,10 @@ def train_func(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             total += loss.item()
+            step += 1
         metrics = {"loss": total / len(loader), "epoch": epoch}
-        with tempfile.TemporaryDirectory() as directory:
-            dcp.save({"app": AppState(model, optimizer, epoch)}, checkpoint_id=directory)
-            ray.train.report(metrics, checkpoint=Checkpoint.from_directory(directory))
+        state = {"epoch": epoch, "step": step}
+        saves.report(model, metrics, optimizer=optimizer, step=step, client_state=state)
 
 
 def main() -> None:

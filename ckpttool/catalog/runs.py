@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.catalog.restore_order import SECOND_LOOK, Saved, candidates, newest_first, of_folder
 from ckpttool.errors import LayoutError, StorageError
-from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named
+from ckpttool.formats.layouts import MARKED, OWN_OF_RAY, Place, is_named
 from ckpttool.formats.scan import (
     Found,
     last_number,
@@ -145,6 +145,8 @@ def checkpoints_of_ray(storage: Storage, path: str) -> list[Found]:
     Raises:
         StorageError: A directory cannot be read.
     """
+    if Place(storage, path).kind == MARKED:
+        return [Found(storage, *posixpath.split(path.rstrip("/")))]
     if tags := candidates(storage, path):
         return tags
     below = [one.removeprefix(path).lstrip("/") for one in Place(storage, path).below()]

@@ -369,7 +369,9 @@ MAX_OBJECT_BYTES = 1 << 16
 """Maximum size in bytes of an object to read."""
 MAX_NAMES_BYTES = 1 << 26
 """Maximum size in bytes of the names of a parameter group."""
-CONTAINERS = frozenset({"app", "model", "module", "state_dict"})
+APP = "app"
+"""Key of the state of the program in torch's tutorial and in Ray's template, with the model, the optimizer and more."""
+CONTAINERS = frozenset({APP, "model", "module", "state_dict"})
 """Keys of a module's state dict; they are not part of its names."""
 
 
@@ -557,6 +559,7 @@ def _indexed(listed: Iterable[StoredEntry], shards: Shards) -> Iterator[_Entry]:
 def _read_entries(described: Iterable[_Entry], shards: Shards, result: StateDict) -> None:
     """Read every entry of the state dict, and sort the entries by part."""
     counted: dict[str, tuple[str, str, ScalarState]] = {}
+    of_app: dict[str, str] = {}
     for fqn, where, locate in described:
         keys, flat = _unflatten(tuple(map(str, where)))
         result.flattened |= flat
@@ -571,12 +574,17 @@ def _read_entries(described: Iterable[_Entry], shards: Shards, result: StateDict
             (result.options if flat else result.groups).setdefault(_group_key(keys, flat=flat), {})[keys[-1]] = read
         else:
             result.objects[fqn] = read
+            if keys[0] == APP and len(keys) > 1:
+                of_app[fqn] = fqn.removeprefix(f"{APP}.")
             if len(keys) >= 3 and keys[-3] == "state" and isinstance(read, bool | int | float):
                 counted[fqn] = keys[-2], keys[-1], ScalarState(read, None)
     for fqn, (name, key, number) in counted.items():
         if name in result.weights:  # else it is of a scheduler, or of the user
             result.numbers.setdefault(name, {})[key] = number
             del result.objects[fqn]
+    for fqn, name in of_app.items():  # beside the model, as in the template of torch
+        if fqn in result.objects and name not in result.objects:
+            result.objects[name] = result.objects.pop(fqn)
 
 
 def _add_tensor(

@@ -83,7 +83,7 @@ def test_counts_of_changed_lines_are_those_of_the_diff() -> None:
     told = re.findall(
         r"removes (\d+) of (\d+) lines and\sadds (\d+):\s+```console\n\$ diff .* (\S+) \S+\n([^`]*)", text
     )
-    assert len(told) == 2
+    assert len(told) == 3
     for removed, lines, added, before, shown in told:
         marks = [line[:1] for line in shown.splitlines()[2:]]
         found = marks.count("-"), len((ROOT / before).read_text().splitlines()), marks.count("+")

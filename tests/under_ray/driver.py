@@ -204,7 +204,7 @@ def _pages(directory: Path, script: str, data: str, bucket: bool, turns: list[in
             }  # fmt: skip
             # The script of Ray's page has no epoch in its checkpoints: a run after it begins at the first one.
             ways = [pages.TURNS[one][0] for one in turns[: turns.index(turn)]]
-            runs = len(ways) if script == "zero" else int([*ways[-1:], way] == ["ours", "ours"])
+            runs = len(ways) if script != "bert" else int([*ways[-1:], way] == ["ours", "ours"])
             arguments = ["--workers", str(workers), "--epochs", str(pages.SAVES * (runs + 1))]
             arguments += ["--data", data] if script == "bert" else []
             query = f"?scheme=http&endpoint_override={url[7:]}" if bucket else ""
@@ -224,8 +224,8 @@ def _fsdp2(directory: Path, source: str, runs: list[int]) -> None:
     epoch = int(newest.metrics["epoch"])
     for number, workers in enumerate(runs, 2):
         arguments = ["--start", "converted", "--workers", str(workers), "--epochs", str(epoch + number)]
-        sys.argv[:] = ["ray_fsdp2.py", "--storage", str(directory), *arguments]
-        runpy.run_path(str(EXAMPLES / "ray_fsdp2.py"), run_name="__main__")
+        sys.argv[:] = ["ray_fsdp2_documented.py", "--storage", str(directory), *arguments]
+        runpy.run_path(str(EXAMPLES / "ray_fsdp2_documented.py"), run_name="__main__")
         print(END)  # noqa: T201
         ray.shutdown()
     loops.note(str(directory), "fsdp2.json", {"epoch": epoch, "newest": newest.path})

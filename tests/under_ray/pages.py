@@ -1,11 +1,12 @@
 """Examples after Ray's own pages, run as they are; what they restore and save is noted, and a worker dies in a save.
 
-``examples/ray_bert.py`` and ``ray_zero.py`` save with ckpttool; those with names that end in "documented", as Ray's
-pages do.
+``examples/ray_bert.py``, ``ray_zero.py`` and ``ray_fsdp2.py`` save with ckpttool; those with names that end in
+"documented", as Ray's pages do.
 """
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from functools import partial, wraps
@@ -43,8 +44,10 @@ def run(watch: dict[str, Any], arguments: list[str]) -> None:
 def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:
     """Run the loop of an example, on a worker."""
     import ray.train.collective
+    import torch.distributed.checkpoint
     from deepspeed import DeepSpeedEngine
 
+    import ckpttool
     from ckpttool.integrations.ray_train import RayTrainCheckpoints
 
     rank = ray.train.get_context().get_world_rank()
@@ -56,15 +59,21 @@ def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], confi
         if rank == 0:
             loops.note(watch["facts"], f"{watch['name']} {attempt}.json", found)
 
-    number = int(watch["way"] == "ours")
-    """Which argument of the methods below is the engine."""
+    def digest(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+        if watch["script"] != "fsdp2":
+            return loops.digest_of(arguments[watch["way"] == "ours"], odd=False)
+        if watch["way"] == "ours":
+            return json.dumps(ckpttool.live_digest(arguments[1], options["optimizer"]).to_json())
+        state = arguments[0]["app"]
+        return json.dumps(ckpttool.live_digest(state.model, state.optimizer).to_json())
 
     def after_load(load: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(load)
         def noted(*arguments: Any, **options: Any) -> Any:
             state = load(*arguments, **options)
             found["state"] = state[1] if isinstance(state, tuple) else state
-            found["restored"] = None if state is None else loops.digest_of(arguments[number], odd=False)
+            nothing = state is None and watch["way"] == "ours"
+            found["restored"] = None if nothing else digest(arguments, options)
             keep()
             return state
 
@@ -73,7 +82,7 @@ def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], confi
     def before_save(save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def noted(*arguments: Any, **options: Any) -> Any:
-            found["saved"].append(loops.digest_of(arguments[number], odd=False))
+            found["saved"].append(digest(arguments, options))
             if watch["dies"] and not attempt and len(found["saved"]) == SAVES:
                 found["died"] = True
                 _will_die(watch["way"], rank)
@@ -86,6 +95,8 @@ def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], confi
     keep()
     owner: Any = RayTrainCheckpoints if watch["way"] == "ours" else DeepSpeedEngine
     load, save = ("restore", "report") if watch["way"] == "ours" else ("load_checkpoint", "save_checkpoint")
+    if watch["script"] == "fsdp2" and watch["way"] != "ours":
+        owner, load, save = torch.distributed.checkpoint, "load", "save"
     setattr(owner, load, after_load(getattr(owner, load)))
     setattr(owner, save, before_save(getattr(owner, save)))
     loop(config)

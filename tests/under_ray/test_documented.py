@@ -21,11 +21,12 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
 RUNS = [
     (script, data, bucket, [*range(len(pages.TURNS))], [0, 1, 3, 4])
-    for script, data in (("bert", "loader"), ("bert", "ray"), ("zero", "loader"))
+    for script, data in (("bert", "loader"), ("bert", "ray"), ("zero", "loader"), ("fsdp2", "loader"))
     for bucket in (False, True)
 ]
 if not sampling.thorough():
     RUNS = [("bert", "loader", True, [0, 1], [1]), ("zero", "loader", False, [2, 3], [2])]
+    RUNS += [("fsdp2", "loader", False, [0, 1], [1])]
 ON_FSDP2 = [2, 3]
 NAMES = [f"{script} {data} {'bucket' if bucket else 'disk'}" for script, data, bucket, *_ in RUNS]
 RAY_RUNS: dict[str, tuple[Any, ...]] = {
@@ -42,7 +43,8 @@ def _facts(done: Path, part: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_way_continues_the_other_on_any_number_of_workers(name: str, trained: Trained) -> None:
-    """Examples of Ray's pages: "ray_bert.py", "ray_bert_documented.py", "ray_zero.py", "ray_zero_documented.py"."""
+    """Examples of Ray's pages: "ray_bert.py", "ray_bert_documented.py", "ray_zero.py", "ray_zero_documented.py",
+    "ray_fsdp2.py", "ray_fsdp2_documented.py"."""
     done = trained.of(name)
     turns, deaths = dict(zip(NAMES, RUNS, strict=True))[name][3:]
     paths = [sorted(done.glob(f"{name} {turn} *.json")) for turn in turns]
@@ -69,7 +71,7 @@ def test_each_way_continues_the_other_on_any_number_of_workers(name: str, traine
 
 @pytest.mark.thorough
 def test_the_template_of_fsdp2_continues_a_converted_run(trained: Trained) -> None:
-    """The example "ray_fsdp2.py"."""
+    """The example of Ray's template for FSDP2, with a given checkpoint."""
     done = trained.of("fsdp2")
     facts = json.loads((done / "fsdp2.json").read_text())
     steps, epoch = ckpttool.inspect(facts["newest"]).step or 0, facts["epoch"]
