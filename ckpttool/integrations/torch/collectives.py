@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage
 
 
+BROADCAST_BYTES = 1 << 26
+"""Most bytes of one broadcast."""
+
+
 def ranks_of_process_group(purpose: str, timeout: float = TIMEOUT, *, beat: float = BEAT) -> Ranks:
     """Return the ranks of the training's process group, for one purpose common to all ranks.
 
@@ -87,6 +91,22 @@ def own_group() -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo")
+
+
+def broadcast_parts(memory: Any, ends: Sequence[int]) -> None:
+    """Give all ranks the bytes that each of them has read; call it on every rank, once all have read theirs.
+
+    Args:
+        memory: A tensor of bytes on the host.
+        ends: For each rank, where its bytes end; they begin where the bytes of the rank before end.
+    """
+    import torch.distributed as dist
+
+    group = own_group()
+    for rank, (start, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
+        for at in range(start, end, BROADCAST_BYTES):
+            dist.broadcast(memory[at : min(end, at + BROADCAST_BYTES)], rank, group=group)
+    dist.destroy_process_group(group)
 
 
 def any_of(group: Any, value: bool) -> bool:

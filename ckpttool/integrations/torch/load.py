@@ -7,6 +7,7 @@ all reads succeeded; then each fills its tensors in place. No step of the optimi
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.report import LoadReport
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
-from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
+from ckpttool.integrations.torch.collectives import broadcast_parts, check_on_all_ranks, unexpected_is_damage
 from ckpttool.integrations.torch.live import (
     drop_gradients,
     has_gradients,
@@ -69,6 +70,8 @@ SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval
 """Keys of the state of a GradScaler of torch that is enabled."""
 CHOSEN = frozenset({"weight_decay", "eps", "betas", "momentum", "dampening", "alpha", "rho"})
 """Options that a user chooses, beside those that are on or off, and that no optimizer changes."""
+SHARE_BYTES = 1 << 22
+"""The bytes that a rank reads for all are a multiple of this: the size of requests with the default ``memory``."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
 
 
@@ -117,12 +120,12 @@ class _Number(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PreparedRun:
-    """The state of this rank, read but not yet loaded."""
+    """The state of this rank but for the values of its tensors; nothing is loaded yet."""
 
     checkpoint: Checkpoint
     fitted: Fitted
-    tensors: Sequence[tuple[_Wanted, torch.Tensor]]
-    """Each tensor and its values in host memory; none after a dry run."""
+    wanted: Sequence[_Wanted]
+    """The tensors to fill."""
     numbers: Sequence[_Number]
     client_state: Mapping[str, Any]
     states: tuple[str, ...]
@@ -140,8 +143,28 @@ class PreparedRun:
     rank_states: Sequence[Any]
     """The states of all ranks that saved."""
     notes: tuple[str, ...]
-    nbytes_read: int
+
+    def whole(self) -> str | None:
+        """Return a text that is the same on ranks that need the same bytes; None without all of a tensor."""
+        if any(one.piece.tensor.numel() != math.prod(one.piece.shape) for one in self.wanted):
+            return None
+        listed = [(one.key, one.name, one.dtype, list(one.piece.shape)) for one in self.wanted]
+        return hashlib.sha256(repr(listed).encode()).hexdigest()
+
+
+class _Read(NamedTuple):
+    """The values that this rank has read."""
+
+    memory: torch.Tensor
+    """The bytes of all tensors."""
+    tensors: Sequence[tuple[_Wanted, torch.Tensor]]
+    """Each tensor and its values, in ``memory``; none after a dry run."""
+    nbytes: int
+    """Bytes that this rank has read, or would read."""
     checks: ReadChecks | None
+    """The checksums of the bytes read."""
+    ends: Sequence[int]
+    """For each rank, where the bytes end that it has read; empty if every rank has read all that it needs."""
 
 
 def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> LoadReport:
@@ -154,24 +177,36 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     began = time.perf_counter()
     made = attempt(partial(_prepare, run, checkpoint, options, ranks))
 
-    def decide(restored: list[list[str]]) -> None:
+    def needs() -> dict[str, Any]:
+        return {"schedulers": [*made.result().schedulers], "whole": made.result().whole()}
+
+    def decide(told: list[dict[str, Any]]) -> bool:
+        """Return whether ranks divide the bytes to read: from remote storage, if all need the same."""
+        restored = [one["schedulers"] for one in told]
         if odd := next((rank for rank, one in enumerate(restored) if one != restored[0]), 0):
             problem = (
                 f"has a scheduler that fits the run on rank {odd if restored[odd] else 0} alone of ranks 0 and {odd}"
             )
             raise PlanError(checkpoint.location, problem, "build the same scheduler on all ranks")
+        needed = {one["whole"] for one in told}
+        return len(told) > 1 and len(needed) == 1 and None not in needed and checkpoint.storage.remote
 
-    ranks.exchange(checkpoint.location, lambda: [*made.result().schedulers], decide)
+    divided = ranks.exchange(checkpoint.location, needs, decide)
     prepared = made.result()
-    if prepared.checks is not None:
-        check_on_all_ranks(prepared.checks, checkpoint, ranks)
+    found = attempt(partial(_read, prepared, options, ranks, divided=divided))
+    ranks.exchange(checkpoint.location, found.check, lambda _: None)
+    read = found.result()
+    if read.checks is not None:
+        check_on_all_ranks(read.checks, prepared.checkpoint, ranks)
+    if read.ends:
+        broadcast_parts(read.memory, read.ends)
     if run.extra and not options.dry_run:  # first: the rest of the run is unchanged if one fails
         loaded = attempt(partial(_load_extra, run, prepared))
         ranks.exchange(checkpoint.location, loaded.result, lambda _: None)
     if not options.dry_run:
         with torch.no_grad():
-            _commit(run, prepared)
-    report = _report(run, prepared, options, ranks, time.perf_counter() - began)
+            _commit(run, prepared, read.tensors)
+    report = _report(run, prepared, options, ranks, read.nbytes, time.perf_counter() - began)
     wanted = options.prove
     if wanted is None:
         wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
@@ -194,7 +229,7 @@ def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> Liv
 
 def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
     """Return the part of the state that a proof of a load compares."""
-    rounded = {*_rounded(wanted for wanted, _ in prepared.tensors)}
+    rounded = {*_rounded(prepared.wanted)}
     options = {
         key
         for (_, group), saved in zip(run.groups, prepared.options, strict=True)
@@ -224,7 +259,7 @@ def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
 
 
 def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: Ranks) -> PreparedRun:
-    """Match, plan and read.
+    """Match the checkpoint with the run, and read its objects.
 
     Raises:
         CkptError: The checkpoint does not fit, or reading failed.
@@ -261,7 +296,6 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         schedulers, reordered, kept = _scheduler_states(run, checkpoint, fitted, run_state["scheduler"], options)
         notes = [*fitted.notes, *map(str, checkpoint.notes), *checkpoint.remarks, *_notes(run, checkpoint, wanted)]
         notes += kept
-        tensors, nbytes, checks = _read(checkpoint, wanted, options, ranks.rank)
         of_ranks = RankStates(checkpoint, options)
         same = len(of_ranks) == ranks.size and of_ranks.saved_by(ranks.rank) == (ranks.size, 1, 1)
         of_rank = of_ranks.other_states(ranks.rank) if same and len(of_all) < len(given) else {}
@@ -274,7 +308,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         return PreparedRun(
             checkpoint=checkpoint,
             fitted=fitted,
-            tensors=tensors,
+            wanted=wanted,
             numbers=numbers,
             states=tuple(sorted({one.key for one in wanted} - {WEIGHTS} | {one.key for one in numbers})),
             client_state=run_state["client_state"],
@@ -285,8 +319,6 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             rank_state=of_ranks[ranks.rank] if same and not options.weights_only else None,
             rank_states=() if options.weights_only else of_ranks,
             notes=tuple(notes),
-            nbytes_read=nbytes,
-            checks=checks,
         )
 
 
@@ -582,36 +614,40 @@ def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> I
         yield 'the loss scale is not restored: pass extra={"scaler": scaler} with the GradScaler of the run'
 
 
-def _read(
-    checkpoint: Checkpoint, wanted: Sequence[_Wanted], options: LoadOptions, rank: int
-) -> tuple[list[tuple[_Wanted, torch.Tensor]], int, ReadChecks | None]:
-    """Read the parts of this rank into host memory.
+def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided: bool) -> _Read:
+    """Read the parts of this rank into host memory; if ranks divide them, its share of the bytes.
 
-    Returns:
-        Each with its values, the bytes read, and the checksums of the bytes read.
+    Raises:
+        CkptError: Reading failed.
     """
-    plan, offsets = pack(checkpoint, (one.placement for one in wanted))
-    nbytes = plan.nbytes_read
-    if options.dry_run:
-        return [], nbytes, None
-    memory = empty(plan.files[0].nbytes)
-    checks = checks_for(source_files(checkpoint), checkpoint, options.check)
-    with Sources(source_files(checkpoint), checks) as sources:
-        if rank == 0:
-            for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
-                sources.finish_checks()  # which names a damaged file
-                raise problem
-        if len(memory):
-            with VirtualFile(plan, plan.files[0], sources, memory=options.memory_bytes) as file:
-                file.readinto(memoryview(memory.numpy()))
-        sources.check_unchanged()
+    checkpoint, wanted = prepared.checkpoint, prepared.wanted
+    with unexpected_is_damage(checkpoint.location):
+        plan, offsets = pack(checkpoint, (one.placement for one in wanted))
+        total = plan.files[0].nbytes
+        if options.dry_run:
+            return _Read(empty(0), [], plan.nbytes_read, None, ())
+        memory = empty(total)
+        step = -(-total // (ranks.size * SHARE_BYTES)) * SHARE_BYTES if divided else total
+        first, last = (min(total, step * rank) for rank in ((ranks.rank, ranks.rank + 1) if divided else (0, 1)))
+        checks = checks_for(source_files(checkpoint), checkpoint, options.check)
+        with Sources(source_files(checkpoint), checks) as sources:
+            if ranks.rank == 0:
+                for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
+                    sources.finish_checks()  # which names a damaged file
+                    raise problem
+            if last > first:
+                with VirtualFile(plan, plan.files[0], sources, memory=options.memory_bytes) as file:
+                    file.seek(first)
+                    file.readinto(memoryview(memory.numpy())[first:last])
+            sources.check_unchanged()
     found = []
     for one, at in zip(wanted, offsets, strict=True):
         numel = one.placement.numel or 0
         dtype = _torch_type(one.dtype)
         values = memory[at : at + numel * dtype.itemsize].view(dtype)
         found.append((one, one.values(values)))
-    return found, nbytes, checks
+    ends = [min(total, step * (rank + 1)) for rank in range(ranks.size)] if divided else []
+    return _Read(memory, found, last - first if divided else plan.nbytes_read, checks, ends)
 
 
 def _torch_type(name: str) -> torch.dtype:
@@ -622,12 +658,12 @@ def _torch_type(name: str) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------------ second half
 
 
-def _commit(run: LiveRun, prepared: PreparedRun) -> None:
+def _commit(run: LiveRun, prepared: PreparedRun, read: Sequence[tuple[_Wanted, torch.Tensor]]) -> None:
     """Fill the run in place."""
     tensors = {**run.named.parameters, **run.named.buffers}
     states: dict[str, dict[str, Any]] = {}
     owners = {name: owner for owner, group in run.groups for name in (*run.trained(group), *run.frozen(group))}
-    for wanted, values in prepared.tensors:
+    for wanted, values in read:
         if wanted.key == WEIGHTS:
             _local(tensors[wanted.name]).copy_(values)
             continue
@@ -700,7 +736,9 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any], filled: Collec
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, seconds: float) -> LoadReport:
+def _report(
+    run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, nbytes: int, seconds: float
+) -> LoadReport:
     checkpoint, fitted = prepared.checkpoint, prepared.fitted
     have = [p for p in fitted.checkpoint.parameters if p.states]
     groups = range(len(run.groups))
@@ -728,7 +766,7 @@ def _report(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ra
         missing=fitted.missing,
         unexpected=fitted.unexpected,
         notes=tuple(dict.fromkeys(prepared.notes)),
-        nbytes_read=prepared.nbytes_read,
+        nbytes_read=nbytes,
         seconds=seconds,
         client_state=prepared.client_state,
         rank_state=prepared.rank_state,
