@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.checks import Check
     from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
+    from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
 
 
@@ -226,8 +227,15 @@ def _consolidate(
         dtype=chosen.dtype,
         tied=dict(selection.aliases),
         sidecars=made.companions,
-        notes=(*made.notes, *notes),
+        notes=(*made.notes, *notes, *_rounded(selection)),
     )
+
+
+def _rounded(selection: WeightSelection) -> list[str]:
+    """Return a note on parameters in fp64: no type that can be chosen has their precision."""
+    names = [weight.name for weight in selection.weights if weight.state.dtype == "F64" != weight.dtype]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"rounded from fp64: {', '.join(names[:3])}{more}"] if names else []
 
 
 def _open(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError, PlanError
@@ -409,3 +409,14 @@ def test_an_infinite_mask_is_no_finding_and_an_infinite_moment_is(checkpoint_cop
 def test_one_glob_may_be_given_as_it_is(tmp_path: Path) -> None:
     ckpttool.consolidate(source("zero3-dp2-bf16"), tmp_path / "out", to="safetensors", include="norm.*")
     assert _names(tmp_path / "out") == {"norm.weight", "norm.bias"}
+
+
+def test_a_parameter_of_more_than_fp32_is_rounded_with_a_note(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}, source / "model.safetensors")
+    report = ckpttool.consolidate(source, tmp_path / "out", to="safetensors")
+    assert [note for note in report.notes if "fp64" in note] == ["rounded from fp64: a"]
+    assert load_file(tmp_path / "out" / "model.safetensors")["a"].dtype == torch.float32
+    report = ckpttool.consolidate(source, tmp_path / "bf16", to="safetensors", dtype="bf16", include=["b"])
+    assert not [note for note in report.notes if "fp64" in note]
