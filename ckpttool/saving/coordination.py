@@ -309,8 +309,9 @@ class Ranks:
         if now.has(GIVEN_UP):  # this rank did not make a call, or was late
             call = now.get(GIVEN_UP)
             return {"error": error_to_data(late_error(call[0], [0])), "timed_out": call}
-        if now.count(SENT) < self.size:
-            error = _lost_error(now.what, watch) if watch.lost() else late_error(now.what, missing())
+        late = missing() if now.count(SENT) < self.size else []
+        if late:  # a rank counts its message after it has put it
+            error = _lost_error(now.what, watch) if watch.lost() else late_error(now.what, late)
             return {"error": error_to_data(error), "timed_out": own}
         messages = [now.get(str(rank)) for rank in range(self.size)]
         try:

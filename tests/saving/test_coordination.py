@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -284,3 +285,19 @@ def test_messages_are_plain_data(make: Callable[[int], crew.Crew]) -> None:
     team = make(2)
     team.do(lambda ranks: ranks.exchange("what", lambda: {"a": [1, None, "text"]}, lambda said: said[0]))
     assert json.loads(team.store.values["crew/1/decision"]) == {"value": {"a": [1, None, "text"]}}
+
+
+def test_a_message_that_is_not_counted_yet_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = crew.Clock()
+    crew.install(clock, monkeypatch)
+    ranks = crew.Crew(2, Machine(), clock)
+    add = ranks.store.add
+
+    def slow(key: str, amount: int) -> int:
+        if key.endswith("count") and amount and threading.current_thread() is not threading.main_thread():
+            clock.sleep(2 * crew.TIMEOUT)
+        return add(key, amount)
+
+    monkeypatch.setattr(ranks.store, "add", slow)
+    outcomes = ranks.do(lambda own: own.exchange("save", lambda: own.rank, sum))
+    assert [outcome.result for outcome in outcomes] == [1, 1]
