@@ -141,10 +141,10 @@ class Law(History):
             marks.ALIVE.clear()
             save_version(LOCAL, self.root, Alone(), tag, second, overwrite=overwrite)
 
-        def interrupted(storage: Any, directory: str, files: Any, check: Any) -> Any:
+        def interrupted(storage: Any, directory: str, files: Any, *checks: Any) -> Any:
             if when == "before":
                 other()
-            sums = write_files(storage, directory, files, check)
+            sums = write_files(storage, directory, files, *checks)
             if when == "after":
                 other()
             return sums

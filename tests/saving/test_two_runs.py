@@ -49,11 +49,11 @@ def _place(root: str, *, before: Callable[[], None] | None = None, after: Callab
     """A run's own way to a root; something happens right before or after it writes its files."""
 
     def interrupted(
-        storage: Any, directory: str, files: Sequence[OutgoingFile], check: Callable[[], None]
+        storage: Any, directory: str, files: Sequence[OutgoingFile], *checks: Callable[[], None]
     ) -> list[Checksums]:
         if before is not None:
             before()
-        sums = write_files(storage, directory, files, check)
+        sums = write_files(storage, directory, files, *checks)
         if after is not None:
             after()
         return sums
