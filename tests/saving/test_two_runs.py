@@ -48,9 +48,7 @@ def root(
 def _place(root: str, *, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None) -> Any:
     """A run's own way to a root; something happens right before or after it writes its files."""
 
-    def interrupted(
-        storage: Any, directory: str, files: Sequence[OutgoingFile], *checks: Callable[[], None]
-    ) -> list[Checksums]:
+    def interrupted(storage: Any, directory: str, files: Sequence[OutgoingFile], *checks: Any) -> list[Checksums]:
         if before is not None:
             before()
         sums = write_files(storage, directory, files, *checks)
