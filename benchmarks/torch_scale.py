@@ -29,7 +29,8 @@ from ckpttool.formats.state_dict import Kinds
 from ckpttool.saving.files import ArchiveFile, HostPayload, aligned
 from ckpttool.targets.dcp import LAYOUTS
 
-if TYPE_CHECKING:  # torch is imported by functions: the processes that open a checkpoint have none of its memory
+# Functions import torch: it would add to the memory of the processes that open a checkpoint.
+if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 

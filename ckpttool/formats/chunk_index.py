@@ -48,7 +48,7 @@ class StoredChunk(NamedTuple):
     nbytes: int
     """Its size in bytes."""
     first: int = 0
-    """The byte of the archive at which the values begin; 0 if it is unknown."""
+    """The byte of the archive at which the values begin; 0 for an object."""
 
 
 class StoredEntry(NamedTuple):
@@ -111,14 +111,15 @@ def read_chunk_index(storage: Storage, directory: str, metadata: bytes) -> Itera
             return None
         numbers = array("q", binary)
         rows, files = header["entries"], header["files"]
-        whole = inflate.eof and all(map(_is_row, rows)) and sum(map(_numbers_of, rows)) == len(numbers)
-    except (zlib.error, ValueError, TypeError, KeyError, IndexError) as error:
+        sound = inflate.eof and all(map(_is_row, rows)) and all(map(_is_file, files))
+        whole = sound and sum(map(_numbers_of, rows)) == len(numbers)
+    except (zlib.error, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise LayoutError(path, "is damaged", RESTORE) from error
     if sys.byteorder == "big":
         numbers.byteswap()
     if not whole or min(numbers, default=0) < 0:
         raise LayoutError(path, "is damaged", RESTORE)
-    return _entries(path, rows, [str(name) for name in files], numbers)
+    return _entries(path, rows, files, numbers)
 
 
 def _is_row(row: Any) -> bool:
@@ -132,6 +133,11 @@ def _is_row(row: Any) -> bool:
         and all(type(number) is int and number >= 0 for number in numbers)
         and (dtype is not None or count == 1)
     )
+
+
+def _is_file(name: Any) -> bool:
+    """Return whether JSON data is the name of a file in the directory itself."""
+    return isinstance(name, str) and name not in {"", ".", ".."} and "/" not in name and "\0" not in name
 
 
 def _numbers_of(row: Sequence[Any]) -> int:

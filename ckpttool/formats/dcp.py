@@ -202,7 +202,7 @@ class Shards:
         for chunk in entry.chunks:
             numel = math.prod(chunk.sizes)
             inside = all(o + n <= whole for o, n, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True))
-            if not inside or chunk.first + numel * itemsize(dtype) > chunk.nbytes:
+            if not inside or not chunk.first or chunk.first + numel * itemsize(dtype) > chunk.nbytes:
                 raise LayoutError(path, f"has a chunk of {brief(entry.fqn, 200)} that does not fit it", RESTORE)
             if numel:
                 index, _ = self._open(chunk)

@@ -90,6 +90,10 @@ def _first(key: int, value: Any) -> Callable[[dict[str, Any]], object]:
         lambda header: header["entries"].pop(),
         lambda header: header["entries"].append(header["entries"][0]),
         lambda header: header.update(files=[]),
+        lambda header: header.update(files=["../__0_0.distcp"]),
+        lambda header: header.update(files=[".."]),
+        lambda header: header.update(files=["a\0"]),
+        lambda header: header.update(files=[7]),
         _first(0, "model"),
         _first(0, [None]),
         _first(1, 4),
@@ -109,6 +113,11 @@ def test_an_index_of_another_form_is_damaged(change: Callable[[dict[str, Any]], 
     content = chunk_index([StoredEntry(("model", "w"), "F32", (2, 3), chunks)], METADATA)
     with pytest.raises(LayoutError, match="is damaged"):
         _read(tmp_path, _changed(content, change))
+
+
+def test_deep_nesting_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="is damaged"):
+        _read(tmp_path, zlib.compress(b"[" * 100_000 + b"\n"))
 
 
 def test_changed_bytes_are_damage_or_are_not_used(tmp_path: Path) -> None:
@@ -167,6 +176,7 @@ def test_a_chunk_beyond_its_tensor_or_archive_is_refused(tmp_path: Path) -> None
         chunk._replace(offsets=(1, 0)),
         chunk._replace(sizes=(5, 4)),
         chunk._replace(first=chunk.nbytes),
+        chunk._replace(first=0),
         chunk._replace(start=1 << 40),
         chunk._replace(file="__9_0.distcp"),
     ):

@@ -133,7 +133,7 @@ class PreparedRun:
     schedulers: Mapping[str, Any]
     """The state to load into each scheduler by its name; without those that keep their own."""
     reordered: bool
-    """Whether a scheduler's optimizer has its groups in another order than the checkpoint, or others."""
+    """Whether the groups of a scheduler's optimizer are not the groups of the checkpoint, in their order."""
     extra: Mapping[str, Any]
     """The state to load into other objects by their names; without those that keep their own."""
     options: Sequence[Mapping[str, Any]]
@@ -145,7 +145,7 @@ class PreparedRun:
     notes: tuple[str, ...]
 
     def whole(self) -> str | None:
-        """Return a text that is the same on ranks that need the same bytes; None without all of a tensor."""
+        """Return a hash that is equal on ranks that need the same bytes; None if this rank needs a part of a tensor."""
         if any(one.piece.tensor.numel() != math.prod(one.piece.shape) for one in self.wanted):
             return None
         listed = [(one.key, one.name, one.dtype, list(one.piece.shape)) for one in self.wanted]
