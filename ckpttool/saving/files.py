@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ckpttool.checksums import Checksums
-    from ckpttool.ranges import ByteRange
     from ckpttool.storage import WritableStorage
 
 
@@ -153,11 +152,6 @@ class ArchiveFile:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self._built.nbytes
-
-    @property
-    def layout(self) -> tuple[tuple[tuple[int, bytes], ...], Mapping[str, ByteRange]]:
-        """The bytes beside payloads, by offset, and the range of each payload by its key."""
-        return self._built.literals, self._built.payloads
 
     @property
     def checksums(self) -> Checksums:

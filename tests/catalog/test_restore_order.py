@@ -16,7 +16,7 @@ import ckpttool
 from ckpttool.catalog.cleanup import maintain
 from ckpttool.catalog.restore_order import Saved, candidates, contradiction, find, newest_first
 from ckpttool.catalog.retention import Rules
-from ckpttool.catalog.runs import last_commit, run_commits
+from ckpttool.catalog.runs import checkpoints_of_ray, last_commit, run_commits
 from ckpttool.catalog.snapshot import directory_name
 from ckpttool.commit import is_commit, marks
 from ckpttool.commit.manifest import REPLACED, read_manifest
@@ -321,3 +321,12 @@ def test_saves_that_died_before_latest_was_written_come_first() -> None:
     later = Saved("step7", 7, 6, "a7", "a5", "a6", marked=True)  # restored from step6; latest still names step5
     assert newest_first([four, five, back], "step5")[0].name == "step6"
     assert [one.name for one in newest_first([four, five, back, later], "step5")][:2] == ["step7", "step6"]
+
+
+def test_a_checkpoint_of_ray_may_be_a_distributed_checkpoint_itself(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoint_1" / ".metadata").write_bytes(b"")
+    for path in (f"{tmp_path}/checkpoint_1", f"{tmp_path}/checkpoint_1/"):
+        assert [found.path for found in checkpoints_of_ray(LOCAL, path)] == [f"{tmp_path}/checkpoint_1"]
+    (tmp_path / "checkpoint_1" / ".metadata").unlink()
+    assert checkpoints_of_ray(LOCAL, f"{tmp_path}/checkpoint_1") == []

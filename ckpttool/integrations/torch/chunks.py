@@ -606,8 +606,7 @@ class _Chunks(Collection[StoredChunk]):
     def __init__(self, dtype: str, places: NDArray[np.int64], boxes: NDArray[np.int64]) -> None:
         self._dtype = dtype
         self._dimensions = boxes.shape[1] // 2
-        order = np.lexsort(boxes[:, : self._dimensions].T[::-1]) if self._dimensions else slice(None)
-        self._places, self._boxes = places[order], boxes[order]
+        self._places, self._boxes = places, boxes
 
     @property
     def elements(self) -> int:
