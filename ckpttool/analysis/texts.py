@@ -86,7 +86,7 @@ def checkpoint(c: Checkpoint) -> Iterator[Block]:
 
 def _summary(c: Checkpoint) -> Iterator[Block]:
     yield Line(f"{c.tag}: {', '.join(title(c))}")
-    version = c.deepspeed_version or "version not recorded"
+    version = c.deepspeed_version or ("" if c.thin else "version not recorded")
     yield Facts(
         [
             ("location", c.location),

@@ -30,14 +30,18 @@ from ckpttool.commit.marks import ALIVE, TAKEN, TakenError, find_pin, identity, 
 from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
-from ckpttool.execution.permissions import mode_of
+from ckpttool.execution.permissions import mode_of, mode_of_file
 from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint, open_whole
+from ckpttool.formats.chunk_index import CHUNK_INDEX
+from ckpttool.formats.dcp import METADATA, THIN_METADATA
+from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.location import Location
 from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.formats.thin import SUFFIX
+from ckpttool.formats.torch_run import read_run
 from ckpttool.formats.weights import read_safetensors
-from ckpttool.formats.zero.files import parse_name
+from ckpttool.formats.zero.files import RUN_STATE, parse_name
 from ckpttool.saving.files import ALREADY
 from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, read_json, walk
@@ -47,7 +51,7 @@ from ckpttool.targets.thin import plan_thin
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.checksums import Checksums
     from ckpttool.model import Checkpoint
@@ -56,6 +60,8 @@ if TYPE_CHECKING:
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
 
+SHARD = ".distcp"
+"""Suffix of the files with weights of a torch run."""
 MAX_MARK_BYTES = 1 << 26
 """Most bytes of a marker; one of a hundred thousand files is smaller."""
 
@@ -128,8 +134,11 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
             checkpoint = open_whole(storage, checkpoint.location, key=options.key)
     if is_linked(storage, path, checkpoint.location):
         raise PlanError(checkpoint.location, "is reached through a link", "thin the target of the link")
-    if checkpoint.stage is None:
-        raise PlanError(checkpoint.location, "is not a native ZeRO checkpoint", "only those are thinned")
+    if checkpoint.stage is None and not (
+        RUN_STATE in {f.name for f in checkpoint.files} and is_commit(storage, checkpoint.location)
+    ):
+        problem = "is neither a native ZeRO checkpoint nor a save of ckpttool"
+        raise PlanError(checkpoint.location, problem, "only those are thinned")
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
 
 
@@ -146,10 +155,11 @@ def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
 
     Files of users are not included, nor the files of other checkpoints below it.
     """
-    own = {file.name for file in checkpoint.files if file.directory is None}
+    own = {file.name for file in checkpoint.files if file.directory is None and file.name != RUN_STATE}
     directories = {posixpath.dirname(name) for name in own}
     beside = [name for name in names if posixpath.dirname(name) in directories]
-    return [n for n in beside if n in own or parse_name(posixpath.basename(n)) or is_rank_state(n)]
+    more = [n for n in beside if posixpath.basename(n) == CHUNK_INDEX or parse_name(posixpath.basename(n))]
+    return [n for n in beside if n in {*own, *more} or is_rank_state(n)]
 
 
 def thin(
@@ -199,15 +209,14 @@ class _Work:
         self._check_space()
         ALIVE.add(self.token)
         try:
-            self._claim(old_files(self.checkpoint, names))
+            old = old_files(self.checkpoint, names)
+            self._claim(old)
             try:
                 sums = self._read_back(self._write())
-                weights = sorted(n for n in sums if n.endswith(SUFFIX))
-                location = Location(self.checkpoint.root, directory, self.checkpoint.tag)
-                written = read_safetensors(storage, location, weights)
                 selected = self.thinning.plan.selection.states
-                digest = same_weights(self.checkpoint, selected, written, self.options.jobs)
-                self._commit(replace(manifest, files=sums, thin=self.options.dtype, digests=None), names)
+                digest = same_weights(self.checkpoint, selected, self._written(sums), self.options.jobs)
+                files = {name: own for name, own in manifest.files.items() if name not in old} | sums
+                self._commit(replace(manifest, files=files, thin=self.options.dtype, digests=None), names)
             except BaseException:
                 # The answer to the commit may be lost: the manifest decides which files to remove.
                 with contextlib.suppress(CkptError):
@@ -276,6 +285,17 @@ class _Work:
                     file.discard()
         return {file.name: file.checksums for file in output.files}
 
+    def _written(self, names: Collection[str]) -> Checkpoint:
+        """Open the written checkpoint, before its commit."""
+        location = Location(self.checkpoint.root, self.directory, self.checkpoint.tag)
+        weights = sorted(name for name in names if name.endswith(SUFFIX))
+        if weights:
+            return read_safetensors(self.storage, location, weights)
+        found = read_run(self.storage, location, raise_at_once, THIN_METADATA)
+        if found is None:
+            raise LayoutError(self.directory, "has lost its thin metadata", "was it removed meanwhile? try again")
+        return found
+
     def _read_back(self, written: Mapping[str, Checksums]) -> dict[str, Checksums]:
         """Compare the written files with their checksums; return these, with SHA-256 for a signature.
 
@@ -287,7 +307,7 @@ class _Work:
         found = dict(written)
         self.storage.refresh([])
         for name, sums in written.items():
-            if name.endswith(SUFFIX) and self.options.key is None:
+            if name.endswith((SUFFIX, SHARD)) and self.options.key is None:
                 continue
             path = posixpath.join(self.directory, name)
             sha256 = []
@@ -417,8 +437,14 @@ def _finish(storage: WritableStorage, directory: str, mark: Mapping[str, Any]) -
     is_thin = manifest is not None and bool(manifest.thin)
     kept = BESIDE | {MANIFEST} | (set() if manifest is None else manifest.files.keys())
     goes = set(mark.get("old" if is_thin else "files", ())) - kept
+    for name in manifest.files if manifest is not None and is_thin else ():
+        if posixpath.basename(name) == THIN_METADATA:  # other loaders read METADATA
+            final = posixpath.join(posixpath.dirname(name), METADATA)
+            _copy_small(storage, posixpath.join(directory, name), posixpath.join(directory, final))
+            goes.discard(final)
     present = _names(storage, directory)
-    temporary = [n for n in present if is_temporary(posixpath.basename(n)) and _begins_with(n, mark.get("files", ()))]
+    begun = [*mark.get("files", ()), *mark.get("old", ())]
+    temporary = [n for n in present if is_temporary(posixpath.basename(n)) and _begins_with(n, begun)]
     storage.abandon(directory)
     removed = [name for name in present if name in goes]
     storage.delete([posixpath.join(directory, name) for name in (*removed, *temporary)])
@@ -428,6 +454,12 @@ def _finish(storage: WritableStorage, directory: str, mark: Mapping[str, Any]) -
             storage.remove_tree(path)
     storage.delete([posixpath.join(directory, THINNING)])
     storage.refresh([])
+
+
+def _copy_small(storage: WritableStorage, source: str, target: str) -> None:
+    with storage.open(source) as reader:
+        data = reader.read(0, reader.nbytes)
+    storage.put(target, data, mode=mode_of_file(storage, source))
 
 
 def _begins_with(name: str, files: Sequence[str]) -> bool:

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 """The file with the metadata of a checkpoint."""
+THIN_METADATA = "ckpttool_thin.metadata"
+"""The metadata of a thin checkpoint; METADATA has the same content, once the old files are removed."""
 ACCELERATE_MODEL, ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Directories of Accelerate's and the Trainer's distributed checkpoints."""
 HEAD_BYTES, TAIL_BYTES = 1 << 11, 1 << 12
@@ -375,13 +377,16 @@ CONTAINERS = frozenset({APP, "model", "module", "state_dict"})
 """Keys of a module's state dict; they are not part of its names."""
 
 
-def read_dcp(storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None) -> Checkpoint:
+def read_dcp(
+    storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None, name: str = METADATA
+) -> Checkpoint:
     """Read the layout of a distributed checkpoint, without tensor bytes.
 
     Args:
         storage: Its storage.
         location: Its directory.
         kinds: The buffers, the frozen parameters and the groups; None if they are unknown.
+        name: Name of the file with the metadata.
 
     Raises:
         CkptError: The checkpoint is damaged, or has an unsupported form.
@@ -390,10 +395,12 @@ def read_dcp(storage: Storage, location: Location, _report: Report, kinds: Kinds
     if storage.exists(path) and "sharded_backend" in storage.read_text(path):
         problem = "is the distributed checkpoint of Megatron Core (torch_dist), which stacks layers and splits names"
         raise LayoutError(location.directory, problem, "convert it with Megatron-LM's tools/checkpoint/convert.py")
-    return _read(storage, location, [""], kinds)
+    return _read(storage, location, [""], kinds, name)
 
 
-def read_dcp_pair(storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None) -> Checkpoint:
+def read_dcp_pair(
+    storage: Storage, location: Location, _report: Report, kinds: Kinds | None = None, name: str = METADATA
+) -> Checkpoint:
     """Read a model and its optimizer that Accelerate has saved as two distributed checkpoints.
 
     Source: Accelerate 1.15, utils/fsdp_utils.py (``save_fsdp_model``, ``save_fsdp_optimizer``).
@@ -402,11 +409,12 @@ def read_dcp_pair(storage: Storage, location: Location, _report: Report, kinds: 
         CkptError: One of them is damaged or has an unsupported form, or they are of different models.
     """
     names = {entry.name for entry in storage.listing(location.directory) if entry.is_dir}
-    parts = [name for name in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER) if name in names]
-    return _read(storage, location, parts, kinds)
+    of_model = (ACCELERATE_MODEL,)
+    parts = of_model if name == THIN_METADATA else (*of_model, ACCELERATE_OPTIMIZER)
+    return _read(storage, location, [part for part in parts if part in names], kinds, name)
 
 
-def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kinds | None = None) -> Checkpoint:
+def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kinds | None, name: str) -> Checkpoint:
     """Read one state dict from the distributed checkpoints in some directories below a location."""
     entries = StateDict(step=recorded_step(storage, location.directory))
     if kinds is not None:
@@ -415,11 +423,11 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
     ranks = 1
     for part in parts:
         directory = posixpath.join(location.directory, part) if part else location.directory
-        path = posixpath.join(directory, METADATA)
+        path = posixpath.join(directory, name)
         if not storage.exists(path):
             raise LayoutError(path, "is missing: the save was interrupted", RESTORE)
         content, file = _read_metadata(storage, path)
-        files.append(replace(file, name=posixpath.join(part, METADATA)))
+        files.append(replace(file, name=posixpath.join(part, name)))
         first = len(files)
         recorded = kinds is not None and has_manifest(storage, location.directory)  # which has the checksums
         index = read_chunk_index(storage, directory, content) if recorded else None
@@ -517,6 +525,22 @@ def _read_metadata(storage: Storage, path: str) -> tuple[bytes, CheckpointFile]:
             raise LayoutError(path, f"is {reader.nbytes:,} bytes long, too large to describe a checkpoint", RESTORE)
         file = CheckpointFile(METADATA, reader.nbytes, "metadata", None, reader.version, container="dcp")
         return reader.read(0, reader.nbytes), file
+
+
+def entry_names(storage: Storage, directory: str) -> set[str]:
+    """Return the names of the entries of a distributed checkpoint; empty without one.
+
+    Raises:
+        CkptError: It is damaged.
+    """
+    path = posixpath.join(directory, METADATA)
+    if not storage.exists(path):
+        return set()
+    content, _ = _read_metadata(storage, path)
+    index = read_chunk_index(storage, directory, content)
+    if index is not None:
+        return {entry.fqn for entry in index}
+    return set(fields_of(path, _unpickled(path, content)).get("state_dict_metadata", dict))
 
 
 def _unpickled(path: str, content: bytes) -> Any:

@@ -65,7 +65,7 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
         raise LayoutError(path, "is not the state of a run", "restore it from a copy")
     fields = Fields(path, "", torch.root)
     return replace(
-        _with_kinds(weights, dict.fromkeys(names_in(fields, "buffers")), set(names_in(fields, "frozen"))),
+        with_kinds(weights, names_in(fields, "buffers"), frozenset(names_in(fields, "frozen"))),
         format="thin",
         thin=True,
         latest=LATEST,
@@ -84,9 +84,10 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
     )
 
 
-def _with_kinds(weights: Checkpoint, buffers: Collection[str], frozen: set[str]) -> Checkpoint:
-    """Distinguish buffers, frozen and trained parameters, because safetensors files do not record them."""
+def with_kinds(weights: Checkpoint, buffers: Collection[str], frozen: Collection[str]) -> Checkpoint:
+    """Distinguish buffers, frozen and trained parameters, because files with weights alone do not record them."""
     states = {p.name: p.states[MODULE] for p in weights.parameters} | {b.name: b.state for b in weights.buffers}
+    buffers = dict.fromkeys(buffers)
     return replace(
         weights,
         parameters=tuple(

@@ -10,12 +10,13 @@ import posixpath
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckpttool.commit.manifest import read_manifest
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import LayoutError
-from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, read_dcp, read_dcp_pair
+from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, THIN_METADATA, read_dcp, read_dcp_pair
 from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.state_dict import Kinds
-from ckpttool.formats.thin import embedded_in, names_in
+from ckpttool.formats.thin import embedded_in, names_in, with_kinds
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.model import CheckpointFile, Topology
 from ckpttool.storage import LATEST
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 OF_EACH_RANK = "a state of each rank"
 """In ``Checkpoint.data_states``, in place of a state that the file of each rank has."""
-READERS = ((read_dcp, METADATA), (read_dcp_pair, posixpath.join(ACCELERATE_MODEL, METADATA)))
-"""Readers of distributed checkpoints, with a file by which each knows its own."""
+READERS = ((read_dcp, ""), (read_dcp_pair, ACCELERATE_MODEL))
+"""Readers of distributed checkpoints, with the directory of the model's metadata."""
 
 
 def read_torch_run(storage: Storage, location: Location, report: Report) -> Checkpoint | None:
@@ -42,10 +43,21 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     Raises:
         CkptError: The checkpoint is damaged.
     """
-    read = next((one for one, name in READERS if storage.exists(posixpath.join(location.directory, name))), None)
+    thin = any(storage.exists(posixpath.join(location.directory, part, THIN_METADATA)) for _, part in READERS)
+    thin = thin and bool(read_manifest(storage, location.directory).thin)  # else a replacement was killed
+    return read_run(storage, location, report, THIN_METADATA if thin else METADATA)
+
+
+def read_run(storage: Storage, location: Location, report: Report, metadata: str) -> Checkpoint | None:
+    """Read a save of a torch run, as ``read_torch_run``, by the metadata in the file of a name.
+
+    With THIN_METADATA it is the thin checkpoint, also before its commit.
+    """
+    directory = location.directory
+    read = next((one for one, part in READERS if storage.exists(posixpath.join(directory, part, metadata))), None)
     if read is None:
         return None
-    path = posixpath.join(location.directory, RUN_STATE)
+    path = posixpath.join(directory, RUN_STATE)
     with storage.open(path, ahead=True) as reader:
         torch = read_torch_file(reader)
         file = CheckpointFile(RUN_STATE, reader.nbytes, "model", None, reader.version, records=torch.records)
@@ -55,7 +67,9 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     recorded = fields.optional("groups", list)
     groups = None if recorded is None else [[*map(str, one)] for one in recorded if isinstance(one, list)]
     kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)
-    found = read(storage, location, report, kinds)
+    found = read(storage, location, report, kinds, metadata)
+    if metadata == THIN_METADATA:
+        found = replace(with_kinds(found, names_in(fields, "buffers"), kinds.frozen), format="thin", thin=True)
     return replace(
         found,
         latest=LATEST,

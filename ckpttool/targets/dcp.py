@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckpttool.formats.chunk_index import Path
     from ckpttool.model import Checkpoint, Parameter, State
     from ckpttool.plan import ConsistencyChecks
+    from ckpttool.targets.weights import WeightSelection
 
 MAX_FILE_BYTES = 5_000_000_000
 """Maximum file size, unless a single tensor is larger."""
@@ -58,6 +59,10 @@ class DcpLayout:
     """Keys before the names of numbers and texts of the client state; empty to leave them out."""
     directories: tuple[str, str] = ("", "")
     """Directories of the model and of the optimizer, each a distributed checkpoint."""
+    stem: str = "__0"
+    """Begin of the names of files with tensors; the default is torch's of rank 0."""
+    metadata: str = METADATA
+    """Name of the file with the metadata."""
 
     def of_state(self, name: str, key: str) -> Path:
         """Return the path of the state of a parameter."""
@@ -123,16 +128,47 @@ def plan_dcp(
         PlanError: The checkpoint contains no tensors, or two entries of one name.
     """
     builder, names = CopyBuilder(checkpoint), LAYOUTS[layout]
+    files = _files(checkpoint, _entries(checkpoint, builder, names), names, max_file_bytes)
+    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
+
+
+def plan_dcp_weights(checkpoint: Checkpoint, selection: WeightSelection, layout: DcpLayout) -> CopyPlan:
+    """Plan a distributed checkpoint of some weights.
+
+    Args:
+        checkpoint: The source.
+        selection: The weights.
+        layout: Names of the entries and of the files.
+
+    Raises:
+        PlanError: Two entries have one name.
+    """
+    builder = CopyBuilder(checkpoint)
+    entries = (
+        ("model", w.name, _tensor(builder, (*layout.model, w.name), w.state, w.dtype)) for w in selection.weights
+    )
+    files = _files(checkpoint, entries, layout, MAX_FILE_BYTES)
+    return CopyPlan(builder.sources, builder.casts, tuple(files))
+
+
+def _files(
+    checkpoint: Checkpoint, entries: Iterable[tuple[str, str, _TensorEntry]], names: DcpLayout, max_file_bytes: int
+) -> list[TargetFile]:
+    """Return the files of entries as ``_entries`` yields them.
+
+    Raises:
+        PlanError: Two entries have one name, or none is given.
+    """
     parts: dict[str, list[_TensorEntry]] = {}
     weights: dict[str, _TensorEntry] = {}
-    for kind, name, entry in _entries(checkpoint, builder, names):
+    for kind, name, entry in entries:
         parts.setdefault(names.directories[kind != "model"], []).append(entry)
         if kind == "model":
             weights[name] = entry
     if not parts:
         raise PlanError(checkpoint.location, "holds no tensors", "choose another checkpoint")
     files: list[TargetFile] = []
-    for directory, entries in parts.items():
+    for directory, of_part in parts.items():
         # torch writes a tied tensor once for each name; here both names refer to the same bytes.
         own = directory == names.directories[0]
         ties = [
@@ -141,8 +177,8 @@ def plan_dcp(
             if own and n in weights and alias not in weights
         ]
         tied = [(entry, replace(entry, path=(*names.model, alias))) for alias, entry in ties]
-        files += _directory(checkpoint, directory, entries, tied, max_file_bytes)
-    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
+        files += _directory(checkpoint, directory, of_part, tied, names, max_file_bytes)
+    return files
 
 
 def _directory(
@@ -150,6 +186,7 @@ def _directory(
     directory: str,
     entries: list[_TensorEntry],
     tied: Iterable[tuple[_TensorEntry, _TensorEntry]],
+    names: DcpLayout,
     max_file_bytes: int,
 ) -> Iterator[TargetFile]:
     """Yield the files of one distributed checkpoint.
@@ -159,6 +196,7 @@ def _directory(
         directory: Where they are, below the output.
         entries: Its entries.
         tied: Entries with the bytes of another one: the other, and the entry.
+        names: Names of the files.
         max_file_bytes: As for ``plan_dcp``.
 
     Raises:
@@ -172,17 +210,17 @@ def _directory(
             problem = f"has two entries of the name {entry.fqn:.200}"
             raise PlanError(checkpoint.location, problem, "convert it to zero or to universal")
         if shard and size + entry.file.nbytes > max_file_bytes:
-            yield _shard(directory, number, shard)
+            yield _shard(posixpath.join(directory, _shard_name(names, number)), shard)
             number, shard, size = number + 1, [], 0
         start = -(-size // ALIGNMENT) * ALIGNMENT
-        chunk = StoredChunk((0,) * len(entry.shape), entry.shape, _shard_name(number), start, entry.file.nbytes)
+        chunk = StoredChunk((0,) * len(entry.shape), entry.shape, _shard_name(names, number), start, entry.file.nbytes)
         stored[entry.fqn] = StoredEntry(entry.path, entry.dtype, entry.shape, [chunk])
         shard.append((start, entry.file))
         size = start + entry.file.nbytes
-    yield _shard(directory, number, shard)
+    yield _shard(posixpath.join(directory, _shard_name(names, number)), shard)
     for entry, alias in tied:
         stored.setdefault(alias.fqn, stored[entry.fqn]._replace(path=alias.path))
-    yield plain_file(posixpath.join(directory, METADATA), metadata(stored.values()))
+    yield plain_file(posixpath.join(directory, names.metadata), metadata(stored.values()))
 
 
 # ------------------------------------------------------------------------------------------------- entries
@@ -257,12 +295,11 @@ def _object(builder: CopyBuilder, path: Path, value: Any) -> _TensorEntry:
 # ------------------------------------------------------------------------------------------------- files
 
 
-def _shard_name(number: int) -> str:
-    """Return torch's file name of rank 0."""
-    return f"__0_{number}.distcp"
+def _shard_name(names: DcpLayout, number: int) -> str:
+    return f"{names.stem}_{number}.distcp"
 
 
-def _shard(directory: str, number: int, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
+def _shard(name: str, parts: Iterable[tuple[int, TargetFile]]) -> TargetFile:
     """Concatenate archives into one file."""
     literals: list[tuple[int, bytes]] = []
     zeros: list[tuple[int, int]] = []
@@ -279,7 +316,6 @@ def _shard(directory: str, number: int, parts: Iterable[tuple[int, TargetFile]])
         moved["target"] += np.uint64(start)
         copies.append(moved)
         end = start + part.nbytes
-    name = posixpath.join(directory, _shard_name(number))
     return TargetFile(name, end, tuple(literals), np.concatenate(copies), tuple(gathers), tuple(zeros))
 
 

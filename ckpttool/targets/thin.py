@@ -1,22 +1,28 @@
-"""Checkpoint -> plans of a thin checkpoint: its weights as safetensors, sidecar files, and the state of the run.
+"""Checkpoint -> plans of a thin checkpoint.
 
-The weights are the output of ``consolidate``. RUN_STATE has the other content of DeepSpeed's model-states files; see
-``formats.thin``.
+Of DeepSpeed's files its weights as safetensors, sidecar files, and the state of the run: the weights are the output of
+``consolidate``, and RUN_STATE has the other content of the model-states files; see ``formats.thin``. Of the save of a
+torch run a distributed checkpoint of the weights: the save has its own RUN_STATE, and torch's loaders need METADATA.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import posixpath
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpttool.dtypes import itemsize
-from ckpttool.errors import PlanError
+from ckpttool.dtypes import TRAINING_DTYPES, itemsize
+from ckpttool.errors import LayoutError, PlanError
+from ckpttool.formats.dcp import THIN_METADATA, entry_names
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.model import MASTER, UNKNOWN_GROUP
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder
+from ckpttool.storage import connect
+from ckpttool.targets.dcp import LAYOUTS, plan_dcp_weights
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, without_tensors
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
+from ckpttool.targets.weights import select_weights
 
 if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
@@ -25,6 +31,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Version of the content of RUN_STATE."""
+STEM = "thin"
+"""Begin of the names of the files with the weights of a torch run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +67,8 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
             has the name of one to write.
     """
     _check_masters(checkpoint)
+    if checkpoint.stage is None:
+        return _plan_distributed(checkpoint, dtype)
     weights = plan_weight_files(checkpoint, WeightChoice("safetensors", dtype), checkpoint.location)
     builder = CopyBuilder(checkpoint)
     state = _run_state(checkpoint, builder)
@@ -68,6 +78,25 @@ def plan_thin(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
         problem = f"holds a file named {min(taken)}, which the thin checkpoint would have"
         raise PlanError(checkpoint.location, problem, "pin the checkpoint, and prune leaves it whole")
     return planned
+
+
+def _plan_distributed(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
+    """Plan the distributed checkpoint of the weights of a torch run, with the names of its own.
+
+    Raises:
+        LayoutError: The names of its entries are of no known layout.
+    """
+    selection = select_weights(
+        checkpoint, source="masters", dtype=TRAINING_DTYPES[dtype], include=(), exclude=(), exclude_frozen=False
+    )
+    storage, name = connect(checkpoint.storage), selection.weights[0].name
+    for layout in LAYOUTS.values():
+        names = entry_names(storage, posixpath.join(checkpoint.location, layout.directories[0]))
+        if ".".join((*layout.model, name)) in names:
+            thin = replace(layout, stem=STEM, metadata=THIN_METADATA)
+            return ThinPlan((plan_dcp_weights(checkpoint, selection, thin),), selection)
+    problem = f"has no entry of {name} under a name that ckpttool writes"
+    raise LayoutError(checkpoint.location, problem, "pin it, and prune leaves it whole")
 
 
 def _check_masters(checkpoint: Checkpoint) -> None:

@@ -24,7 +24,9 @@ from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, THINNING, open_storage
 from ckpttool.storage.local_writer import LocalWriter
+from ckpttool.targets.dcp import LAYOUTS
 from tests import sampling
+from tests.catalog.torch_runs import assert_equal, assert_loads, loaded_by_torch, rounded, save, trained
 from tests.faults.disks import CHANGES, READS, Fault, Machine, install
 from tests.faults.power_failure import PowerFailure, build
 from tests.saving import crew
@@ -35,6 +37,7 @@ from tests.wording import refused
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 MODULE = "ckpttool.catalog.thinning"
 BF16 = ThinOptions(dtype="bf16", grace=0.0)
 IN_ORDER = ThinOptions(dtype="bf16", grace=0.0, jobs=1)
@@ -159,6 +162,34 @@ def test_a_conversion_says_how_weights_alone_are_converted(
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_thin_torch_run_is_what_torch_loads(layout: str, dtype: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    manager = ckpttool.CheckpointManager(tmp_path, layout=layout, keep_last=1, thin=dtype)
+    manager.save(model, optimizer=optimizer, step=1, client_state={"epoch": 3})
+    exact = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.step()
+    manager.save(model, optimizer=optimizer, step=2)
+    directory, names = tmp_path / "step-1", LAYOUTS[layout]
+    found = ckpttool.inspect(directory)
+    assert (found.thin, found.step, found.client_state["epoch"]) == (True, 1, 3)
+    assert found.aliases.keys() | {n for n, _, _ in found.states()} >= {"tied", "0.weight"}
+    assert ckpttool.verify(directory, deep=True).findings == ()
+    expected = rounded(exact) if dtype == "bf16" else exact
+    assert_equal(loaded_by_torch(directory / names.directories[0], names.model), expected)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    with refused(CkptError):
+        ckpttool.load(model, directory, optimizer=optimizer)
+    ckpttool.load(model, directory, weights_only=True)
+    assert_equal(model.state_dict(), expected)
+    ckpttool.consolidate(directory, tmp_path / "out", to="safetensors")
+    manager.restore(model, optimizer=optimizer)
+    assert getattr(manager.restored, "step", None) == 2
+
+
 def test_files_of_the_user_stay(checkpoint_copy: Callable[[str], Path]) -> None:
     location = Path(ckpttool.inspect(checkpoint_copy("zero3-dp2-bf16")).location)
     (location / "notes.txt").write_text("mine")
@@ -270,20 +301,26 @@ def test_signed_checkpoints_need_the_key_and_stay_signed(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------- crashes
 
 
-def _prepared(root: Path, *, committed: bool) -> Path:
-    """A checkpoint saved by the manager's protocol, or by plain DeepSpeed, as ``committed`` says."""
-    if committed:
+def _prepared(root: Path, kind: str) -> Path:
+    """A checkpoint saved by the manager's protocol, by plain DeepSpeed, or of a torch run."""
+    if kind == "committed":
         save_version(LOCAL, str(root), Alone(), "step1", 0)
-    else:
+    elif kind == "plain":
         shutil.copytree(Path(source("zero2-dp2-bf16-sgd"), "global_step3"), root / "step1")
+    else:
+        save(str(root))
     return root / "step1"
 
 
-def _state(directory: Path, whole: dict[str, bytes]) -> str:
+def _state(directory: Path, whole: dict[str, bytes], *, recovered: bool = True) -> str:
     """ "whole" or "thin"; an assertion if it is neither, for readers and byte for byte."""
     found = ckpttool.inspect(directory)
     assert ckpttool.verify(directory, deep=True).findings == ()
-    if found.thin:
+    if ".metadata" in whole:
+        assert_loads(directory, thin=found.thin, recovered=recovered)
+        if found.thin:
+            return "thin"
+    elif found.thin:
         _assert_engines_weights(directory, "zero2-dp2-bf16-sgd", "bf16")
         return "thin"
     assert {name: (directory / name).read_bytes() for name in whole} == whole
@@ -301,13 +338,13 @@ def _faults(names: list[str]) -> Iterator[Fault]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("committed", [True, False], ids=["committed", "plain"])
+@pytest.mark.parametrize("kind", ["committed", "plain", "torch"])
 def test_a_crash_at_every_operation_loses_nothing(
-    committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    original = _prepared(base, committed=committed)
+    original = _prepared(base, kind)
     whole = {p.name: p.read_bytes() for p in original.iterdir()}
     machine, clock = Machine(), crew.Clock()
 
@@ -329,12 +366,12 @@ def test_a_crash_at_every_operation_loses_nothing(
     assert {"create", "pwrite", "fsync", "rename", "unlink"} <= set(names)
     seen: set[tuple[str, bool]] = set()
     tried = 0
-    for number, fault in enumerate(sampling.some(_faults(names), 16, key=f"thin {committed}"), 1):
+    for number, fault in enumerate(sampling.some(_faults(names), 16, key=f"thin: {kind}"), 1):
         outcome = attempt(root := fresh(number), fault)
         tried += 1
         assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)
         try:
-            found = _state(root / "step1", whole)
+            found = _state(root / "step1", whole, recovered=outcome.succeeded)
             seen.add((found, outcome.killed))
             if outcome.succeeded:
                 assert found == "thin"
@@ -354,10 +391,11 @@ def test_a_crash_at_every_operation_loses_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["committed", "torch"])
 def test_a_power_failure_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_points: Callable[[int], None]
 ) -> None:
-    original = _prepared(tmp_path / "base", committed=True)
+    original = _prepared(tmp_path / "base", kind)
     whole = {p.name: p.read_bytes() for p in original.iterdir()}
     root = Path(shutil.copytree(tmp_path / "base", tmp_path / "root"))
     disk = PowerFailure(str(root))
@@ -380,7 +418,7 @@ def test_a_power_failure_loses_nothing(
             broken = tmp_path / "broken"
             build(tree, str(broken))
             try:
-                seen[key] = found = _state(broken / "step1", whole)
+                seen[key] = found = _state(broken / "step1", whole, recovered=False)
                 recover(LOCAL, str(broken / "step1"), grace=0)
                 assert _state(broken / "step1", whole) == found
                 assert {p.name for p in (broken / "step1").iterdir()} == (final if found == "thin" else whole.keys())
@@ -393,7 +431,7 @@ def test_a_power_failure_loses_nothing(
 
 
 def test_another_machines_marker_is_respected_until_it_is_old(tmp_path: Path) -> None:
-    directory = _prepared(tmp_path, committed=True)
+    directory = _prepared(tmp_path, "committed")
     mark = {"key": "x", "files": ["model.safetensors"], "old": [], "machine": "another", "process": 1, "host": "far"}
     (directory / THINNING).write_text(json.dumps(mark))
     (directory / "model.safetensors").write_text("half")
@@ -406,7 +444,7 @@ def test_another_machines_marker_is_respected_until_it_is_old(tmp_path: Path) ->
 
 
 def test_a_dry_run_leaves_what_a_killed_prune_has_left(tmp_path: Path) -> None:
-    directory = _prepared(tmp_path, committed=True)
+    directory = _prepared(tmp_path, "committed")
     mark = {"key": "x", "files": ["model.safetensors"], "old": [], "machine": "another", "process": 1, "host": "far"}
     (directory / THINNING).write_text(json.dumps(mark))
     (directory / "model.safetensors").write_text("half")
@@ -420,7 +458,7 @@ def test_a_dry_run_leaves_what_a_killed_prune_has_left(tmp_path: Path) -> None:
 
 
 def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
-    directory = _prepared(tmp_path, committed=True)
+    directory = _prepared(tmp_path, "committed")
     (directory / THINNING).write_text("{")
     with refused(CkptError):
         recover(LOCAL, str(directory), grace=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
+import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +18,7 @@ from ckpttool.errors import CkptError
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import MANIFEST, THINNING, open_storage
 from tests import sampling
+from tests.catalog.torch_runs import assert_loads, save
 from tests.cli.command import ckpttool as command
 from tests.faults.disks import Fault, Killed, Machine
 from tests.saving import crew
@@ -25,6 +28,7 @@ from tests.truth import truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.storage import server
 
@@ -32,10 +36,20 @@ NAME = "zero2-dp2-bf16-sgd"
 OPTIONS = ThinOptions(dtype="bf16", grace=0.0, jobs=1)
 
 
-def _state(bucket: server.Bucket, url: str) -> str:
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def _state(bucket: server.Bucket, url: str, kind: str, copy: Path, *, recovered: bool = True) -> str:
     """ "whole" or "thin", by what readers see and byte for byte."""
     found = ckpttool.inspect(url)
     assert ckpttool.verify(url, deep=True).findings == ()
+    if kind == "torch":
+        copy.mkdir(exist_ok=True)
+        for key in bucket.keys("run/step1/"):
+            (copy / key.rpartition("/")[2]).write_bytes(bucket.get(key))
+        assert_loads(copy, thin=found.thin, recovered=recovered)
+        shutil.rmtree(copy)
+        return "thin" if found.thin else "whole"
     if not found.thin:
         for name, data in version(0).items():
             assert bucket.get(f"run/step1/{name}") == data
@@ -48,15 +62,22 @@ def _state(bucket: server.Bucket, url: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zero", "torch"])
 def test_a_death_at_every_request_loses_nothing(
+    kind: str,
     bucket: server.Bucket,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     crash_points: Callable[[int], None],
 ) -> None:
     machine, clock = Machine(), crew.Clock()
     crew.install(clock, monkeypatch)
     url = bucket.url("run/step1")
-    save_version(open_storage(url), bucket.url("run"), Alone(), "step1", 0)
+    if kind == "zero":
+        save_version(open_storage(url), bucket.url("run"), Alone(), "step1", 0)
+    else:
+        save(bucket.url("run"))
+    state = partial(_state, bucket, url, kind, tmp_path / "copy")
     before = {key: bucket.get(key) for key in bucket.keys("run/")}
     requests = Requests(machine, 0)
 
@@ -77,9 +98,10 @@ def test_a_death_at_every_request_loses_nothing(
 
     outcome = attempt()
     assert outcome.succeeded, outcome
-    assert _state(bucket, url) == "thin"
+    assert state() == "thin"
     final = set(bucket.keys("run/step1/"))
-    assert {key.rpartition("/")[2] for key in final} == {MANIFEST, "model.safetensors", "ckpttool_run_state.pt"}
+    weights = {"model.safetensors"} if kind == "zero" else {".metadata", "ckpttool_thin.metadata", "thin_0.distcp"}
+    assert {key.rpartition("/")[2] for key in final} == {MANIFEST, "ckpttool_run_state.pt", *weights}
     names = machine.names[0]
     seen: set[str] = set()
     tried = 0
@@ -89,13 +111,13 @@ def test_a_death_at_every_request_loses_nothing(
         tried += 1
         assert not outcome.succeeded
         try:
-            seen.add(found := _state(bucket, url))
+            seen.add(found := state(recovered=False))
             storage = open_storage(url)
             recover(storage, url, grace=0)
-            assert _state(bucket, url) == found
+            assert state() == found
             if found == "whole":
                 thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
-            assert _state(bucket, url) == "thin"
+            assert state() == "thin"
             assert set(bucket.keys("run/step1/")) == final
             assert bucket.uploads() == []
         except (AssertionError, CkptError) as error:

@@ -90,7 +90,7 @@ class Run(Protocol):
     kind: dict[str, Any]
     """Facts that are the same on all ranks in every call: JSON data."""
     without_thinning: str
-    """"several engines" or "a torch run", whose checkpoints the rules of a manager cannot thin; "" if they can."""
+    """"several engines", whose checkpoints the rules of a manager cannot thin; "" if they can."""
 
     is_folder: bool
     """True if a framework's folder is the directory of the checkpoint; False if it contains the directory of a tag."""

@@ -28,6 +28,7 @@ from ckpttool.formats import in_order
 from ckpttool.formats.torch_run import OF_EACH_RANK
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.report import LoadReport
+from ckpttool.integrations.live.run import thin_error
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import broadcast_parts, check_on_all_ranks, unexpected_is_damage
@@ -264,6 +265,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     Raises:
         CkptError: The checkpoint does not fit, or reading failed.
     """
+    if checkpoint.thin and not options.without_optimizer:
+        raise thin_error(checkpoint)
     with unexpected_is_damage(checkpoint.location):
         options = load_options(checkpoint, options)
         model = run.model()

@@ -49,7 +49,7 @@ class TorchRun:
         extra: Other objects with a state, by name.
     """
 
-    without_thinning = "a torch run"
+    without_thinning = ""
     is_folder = True
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any = None) -> None:
