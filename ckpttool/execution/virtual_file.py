@@ -16,7 +16,7 @@ from ckpttool.concurrency import default_jobs, in_threads
 from ckpttool.execution.copy import PartAssembler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from _typeshed import WriteableBuffer
 
@@ -97,6 +97,20 @@ class RangeFile(io.RawIOBase):
         self._at += count
         return count
 
+    def scatter(self, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fill buffers with the bytes from their offsets on; local files alone.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+        fills = [
+            partial(self.fill, start + at, into[at : at + LOCAL_PART_BYTES])
+            for start, into in parts
+            for at in range(0, len(into), LOCAL_PART_BYTES)
+        ]
+        for _ in in_threads(iter(fills), min(self._local_jobs, len(fills))):
+            pass
+
     def readall(self) -> bytes:
         """Return all bytes from the current offset to the end, read at once."""
         data = bytearray(max(0, self.nbytes - self._at))
@@ -110,11 +124,7 @@ class RangeFile(io.RawIOBase):
         if found is not None:
             into[:] = found
         elif not self._remote:
-            # One thread reads, while others compute checksums.
-            parts = range(0, len(into), LOCAL_PART_BYTES)
-            fills = (partial(self.fill, start + at, into[at : at + LOCAL_PART_BYTES]) for at in parts)
-            for _ in in_threads(fills, min(self._local_jobs, len(parts))):
-                pass
+            self.scatter([(start, into)])  # one thread reads, while others compute checksums
         else:
             for _ in in_threads(self._chunks(start, into), self._jobs):
                 pass

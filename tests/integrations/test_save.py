@@ -310,9 +310,6 @@ def test_arguments_of_a_save_are_checked(tmp_path: Path) -> None:
             manager.save(net, **arguments)
     with refused(ckpttool.ArgumentError):
         manager.save(Noted(2, 2), optimizer=False, step=1)
-    thins = ckpttool.CheckpointManager(tmp_path, keep_last=1, thin="bf16")
-    with refused(ckpttool.ArgumentError):
-        thins.save(net, optimizer=optimizer, step=5)
     assert not [*tmp_path.iterdir()]
 
 
@@ -380,6 +377,49 @@ def _restored(root: Path, net: Any, optimizer: Any, **options: Any) -> Any:
     manager = ckpttool.CheckpointManager(root)
     assert manager.restore(net, optimizer=optimizer, prove=True, **options) is not None
     return manager.restored
+
+
+LARGE: list[dict[str, Any]] = [
+    {"id": f"{mesh}-{ranks}", "mesh": mesh, "world_size": ranks} for mesh, ranks in (("plain", 1), ("fsdp", 3))
+]
+"""Runs with states of over a mebibyte on each rank."""
+
+
+def _large(job: dict[str, Any], directory: Path) -> list[tuple[str, Any, Any]]:
+    """Save and restore a run with large states; return what differs, and the states that the restore made."""
+    from torch.distributed.fsdp import fully_shard
+
+    def built(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(1000, 1000), nn.Conv2d(8, 700, 8), nn.Linear(3, 2))
+        if job["mesh"] == "fsdp":
+            fully_shard(net)
+        else:
+            net[1].to(memory_format=torch.channels_last)
+        return net, torch.optim.Adam(net.parameters())
+
+    net, optimizer = built(1)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter) * 2
+    optimizer.step()
+    truth = _held(net, optimizer)
+    ckpttool.CheckpointManager(directory / job["id"]).save(net, optimizer=optimizer, step=1)
+    net, optimizer = built(2)
+    _restored(directory / job["id"], net, optimizer)
+    held = _held(net, optimizer)
+    strides = [
+        (own["exp_avg"].stride(), torch.zeros_like(p).stride(), type(own["exp_avg"]) is type(p.detach()))
+        for p, own in optimizer.state.items()
+    ]
+    assert all(stride == own and same for stride, own, same in strides), strides
+    apart = {own["exp_avg"].untyped_storage().data_ptr() for own in optimizer.state.values() if job["mesh"] == "plain"}
+    assert len(apart) == (len(optimizer.state) if job["mesh"] == "plain" else 0)
+    return [(key, value, held[key]) for key, value in truth.items() if not torch.equal(value, held[key])]
+
+
+def test_large_states_are_read_into_new_tensors(tmp_path: Path) -> None:
+    for name, ranks in each_on_ranks(_large, LARGE, tmp_path, imports=["torch.distributed.fsdp"]).items():
+        assert ranks == [[]] * len(ranks), name
 
 
 def test_lazy_views_are_saved_with_their_values(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from ckpttool.containers.values import Opaque, TensorRef, walk
-from ckpttool.dtypes import BY_TORCH_NAME, castable
+from ckpttool.dtypes import BY_TORCH_NAME, castable, itemsize
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.copies import failed_checks
@@ -40,7 +40,7 @@ from ckpttool.integrations.torch.live import (
     type_name,
     values_of,
 )
-from ckpttool.integrations.torch.memory import empty
+from ckpttool.integrations.torch.memory import empty, populated
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
 from ckpttool.integrations.torch.schedulers import Unfit, check_loads, file_beside, has_state, state_for
@@ -71,6 +71,8 @@ SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval
 """Keys of the state of a GradScaler of torch that is enabled."""
 CHOSEN = frozenset({"weight_decay", "eps", "betas", "momentum", "dampening", "alpha", "rho"})
 """Options that a user chooses, beside those that are on or off, and that no optimizer changes."""
+DIRECT_BYTES = 1 << 20
+"""Bytes of a part from which a state that the optimizer lacks is read into a new tensor, with no copy."""
 SHARE_BYTES = 1 << 22
 """The bytes that a rank reads for all are a multiple of this: the size of requests with the default ``memory``."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
@@ -89,6 +91,19 @@ class _Wanted(NamedTuple):
     """The part that this rank has: of the tensor, or of its parameter."""
     dtype: str
     """The type to fill it in, safetensors' spelling."""
+    parameter: torch.Tensor
+    """The parameter or buffer."""
+    live: torch.Tensor | None
+    """The tensor of the run; None for a state that its optimizer does not have yet."""
+
+    def made(self) -> torch.Tensor | None:
+        """Return a new tensor for the state, to be read into directly; None if its values are to be copied."""
+        nbytes = self.piece.tensor.numel() * itemsize(self.dtype)
+        if self.live is not None or self.piece.first is None or nbytes < DIRECT_BYTES:
+            return None
+        made = torch.empty_like(self.parameter.detach(), dtype=_torch_type(self.dtype))
+        local = _local(made)
+        return made if local.device.type == "cpu" and local.is_contiguous() else None
 
     @property
     def placement(self) -> Placement:
@@ -157,9 +172,11 @@ class _Read(NamedTuple):
     """The values that this rank has read."""
 
     memory: torch.Tensor
-    """The bytes of all tensors."""
+    """The bytes of the tensors to be filled by copies."""
     tensors: Sequence[tuple[_Wanted, torch.Tensor]]
-    """Each tensor and its values, in ``memory``; none after a dry run."""
+    """Each of them and its values, in ``memory``; none after a dry run."""
+    made: Sequence[tuple[_Wanted, torch.Tensor]]
+    """Each other state, and the new tensor that has its values."""
     nbytes: int
     """Bytes that this rank has read, or would read."""
     checks: ReadChecks | None
@@ -206,7 +223,7 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         ranks.exchange(checkpoint.location, loaded.result, lambda _: None)
     if not options.dry_run:
         with torch.no_grad():
-            _commit(run, prepared, read.tensors)
+            _commit(run, prepared, read)
     report = _report(run, prepared, options, ranks, read.nbytes, time.perf_counter() - began)
     wanted = options.prove
     if wanted is None:
@@ -519,14 +536,15 @@ def _weights(run: LiveRun, fitted: Fitted) -> Iterator[_Wanted]:
         state = states.get(name) or fitted.buffers.get(name)
         if state is not None:
             piece = piece_of(WEIGHTS, name, tensor)
-            yield _wanted(fitted.checkpoint, WEIGHTS, name, state, piece, piece.dtype)
+            yield _castable(fitted.checkpoint, _Wanted(WEIGHTS, name, state, piece, piece.dtype, tensor, tensor))
 
 
-def _wanted(checkpoint: Checkpoint, key: str, name: str, state: State, piece: Piece, dtype: str) -> _Wanted:
-    if not castable(state.dtype, dtype):
-        problem = f"has {key} of {name} in {state.dtype}, which cannot be converted to the {dtype} of the run"
+def _castable(checkpoint: Checkpoint, one: _Wanted) -> _Wanted:
+    if not castable(one.state.dtype, one.dtype):
+        types = f"{one.state.dtype}, which cannot be converted to the {one.dtype} of the run"
+        problem = f"has {one.key} of {one.name} in {types}"
         raise PlanError(checkpoint.location, problem, "build the run with the type of the checkpoint")
-    return _Wanted(key, name, state, piece, dtype)
+    return one
 
 
 def _states_of(
@@ -566,7 +584,8 @@ def _states_of(
             if states[key].shape not in {piece.shape, *([(), (1,)] if math.prod(piece.shape) == 1 else [])}:
                 problem = f"has {key} of {name} of shape {list(states[key].shape)}, not {list(piece.shape)}"
                 raise PlanError(checkpoint.location, problem, REBUILD)
-            found.append(_wanted(checkpoint, key, name, states[key], piece, type_name(form.dtype)))
+            live, dtype = owner.state.get(parameter, {}).get(key), type_name(form.dtype)
+            found.append(_castable(checkpoint, _Wanted(key, name, states[key], piece, dtype, parameter, live)))
         elif key in states or key in numbers:
             kind = "a number" if form.number else "a tensor"
             problem = f"has {key} of {name} in another form than the run's {type(owner).__name__}, where it is {kind}"
@@ -623,12 +642,17 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
     Raises:
         CkptError: Reading failed.
     """
-    checkpoint, wanted = prepared.checkpoint, prepared.wanted
+    checkpoint = prepared.checkpoint
     with unexpected_is_damage(checkpoint.location):
+        direct = not (options.dry_run or divided or checkpoint.storage.remote)
+        new = [one.made() if direct else None for one in prepared.wanted]
+        wanted = [one for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is None]
+        made = [(one, tensor) for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is not None]
         plan, offsets = pack(checkpoint, (one.placement for one in wanted))
+        own_plan, own_offsets = pack(checkpoint, (one.placement for one, _ in made))
         total = plan.files[0].nbytes
         if options.dry_run:
-            return _Read(empty(0), [], plan.nbytes_read, None, ())
+            return _Read(empty(0), [], [], plan.nbytes_read, None, ())
         memory = empty(total)
         step = -(-total // (ranks.size * SHARE_BYTES)) * SHARE_BYTES if divided else total
         first, last = (min(total, step * rank) for rank in ((ranks.rank, ranks.rank + 1) if divided else (0, 1)))
@@ -642,6 +666,9 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
                 with VirtualFile(plan, plan.files[0], sources, memory=options.memory_bytes) as file:
                     file.seek(first)
                     file.readinto(memoryview(memory.numpy())[first:last])
+            if made:
+                with VirtualFile(own_plan, own_plan.files[0], sources, memory=options.memory_bytes) as file:
+                    file.scatter((at, _bytes_of(tensor)) for at, (_, tensor) in zip(own_offsets, made, strict=True))
             sources.check_unchanged()
     found = []
     for one, at in zip(wanted, offsets, strict=True):
@@ -650,7 +677,13 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
         values = memory[at : at + numel * dtype.itemsize].view(dtype)
         found.append((one, one.values(values)))
     ends = [min(total, step * (rank + 1)) for rank in range(ranks.size)] if divided else []
-    return _Read(memory, found, last - first if divided else plan.nbytes_read, checks, ends)
+    nbytes = last - first if divided else plan.nbytes_read + own_plan.nbytes_read
+    return _Read(memory, found, made, nbytes, checks, ends)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of the part of a new tensor that this rank has."""
+    return memoryview(populated(_local(tensor).view(-1).view(torch.uint8)).numpy())
 
 
 def _torch_type(name: str) -> torch.dtype:
@@ -661,20 +694,19 @@ def _torch_type(name: str) -> torch.dtype:
 # ------------------------------------------------------------------------------------------------------ second half
 
 
-def _commit(run: LiveRun, prepared: PreparedRun, read: Sequence[tuple[_Wanted, torch.Tensor]]) -> None:
+def _commit(run: LiveRun, prepared: PreparedRun, read: _Read) -> None:
     """Fill the run in place."""
     tensors = {**run.named.parameters, **run.named.buffers}
     states: dict[str, dict[str, Any]] = {}
     owners = {name: owner for owner, group in run.groups for name in (*run.trained(group), *run.frozen(group))}
-    for wanted, values in read:
-        if wanted.key == WEIGHTS:
-            _local(tensors[wanted.name]).copy_(values)
-            continue
-        parameter = tensors[wanted.name]
-        own = owners[wanted.name].state.get(parameter, {}).get(wanted.key)
+    for wanted, values in read.tensors:
+        own = wanted.live
         if own is None:
-            own = torch.zeros_like(parameter, dtype=_torch_type(wanted.dtype), requires_grad=False)
+            own = torch.zeros_like(wanted.parameter, dtype=_torch_type(wanted.dtype), requires_grad=False)
         _local(own).copy_(values)
+        if wanted.key != WEIGHTS:
+            states.setdefault(wanted.name, {})[wanted.key] = own
+    for wanted, own in read.made:
         states.setdefault(wanted.name, {})[wanted.key] = own
     for number in prepared.numbers:
         parameter = tensors[number.name]
