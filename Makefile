@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Else each of the thousands of processes that tests start would compile all of ckpttool anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick portable test test-of thorough check format format-check lint types layers property coverage dist release-check lowest docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick portable test test-of thorough check format format-check lint types layers property coverage dist release-check lowest torch-release docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,6 +57,13 @@ lowest:  ## run the quick tests with the lowest versions of all dependencies (PY
 	  -r requirements/lowest.txt -r requirements/quick.txt
 	$(LOWEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation --editable .
 	$(LOWEST)/bin/python -m pytest -q -n 2 --dist loadfile --quick $(FILE)
+
+torch-release:  ## save and load torch runs with another release of torch (TORCH=2.6.0)
+	$(PYTHON) -m venv --clear .venv-torch
+	.venv-torch/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH_OPTIONS) torch==$(TORCH)
+	.venv-torch/bin/python -m pip --disable-pip-version-check install --quiet --editable .
+	saves=$$(mktemp -d) && for command in save load; do \
+	  .venv-torch/bin/python -W ignore -m tests.torch_release $$command $$saves || exit 1; done
 
 # Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite
