@@ -63,7 +63,7 @@ torch-release:  ## save and load torch runs with another release of torch (TORCH
 	.venv-torch/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH_OPTIONS) torch==$(TORCH)
 	.venv-torch/bin/python -m pip --disable-pip-version-check install --quiet --editable .
 	saves=$$(mktemp -d) && for command in save load; do \
-	  .venv-torch/bin/python -W ignore -m tests.torch_release $$command $$saves || exit 1; done
+	  .venv-torch/bin/python -W ignore -m tests.versions.torch_runs $$command $$saves || exit 1; done
 
 # Two processes for two cores, and one for the tests of Ray, which wait most of the time.
 test: $(READY)  ## run the whole test suite

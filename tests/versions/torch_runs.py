@@ -1,7 +1,7 @@
 """Saves of torch runs under other releases of torch: each release reads and continues the saves of each.
 
-    PYTHON -m tests.torch_release save DIRECTORY [MESH ...]
-    PYTHON -m tests.torch_release load DIRECTORY [MESH ...]
+    PYTHON -m tests.versions.torch_runs save DIRECTORY [MESH ...]
+    PYTHON -m tests.versions.torch_runs load DIRECTORY [MESH ...]
 
 The first command trains a small model on every mesh and saves it; the second one loads the saves with the functions of
 torch alone, on the same mesh, and with ckpttool on another mesh. PYTHON needs ckpttool and any torch from 2.6 on.
