@@ -176,4 +176,4 @@ def run(command: str, directory: Path, meshes: list[str]) -> None:
 
 if __name__ == "__main__":
     run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:] or list(MESHES))
-    print(f"torch {torch.__version__}, {sys.argv[1]}: every tensor is right")  # noqa: T201
+    print(f"torch {torch.__version__}, {sys.argv[1]}: every tensor is right")
