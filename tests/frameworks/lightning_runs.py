@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
 IMPORTED = ("ckpttool.integrations.lightning",)
@@ -41,6 +42,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     import lightning
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from ckpttool.integrations.lightning import CkptDeepSpeedStrategy, CkptModelParallelStrategy, newest_checkpoint
 
@@ -60,6 +62,10 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
             if "mesh" in job:
                 shard(self.net, self.device_mesh)
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if job.get("changes"):
+                checkpoint["state_dict"].pop("net.0.bias")
+
         def training_step(self, batch: Any, index: int) -> Any:
             (given,) = batch
             loss = (self.net(given) - given.roll(1, 1)).square().mean()
@@ -71,9 +77,10 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
                     one.zero_grad()
             whole = loss.detach().clone()
             torch.distributed.all_reduce(whole)
-            losses[str(self.global_step + 1)] = float(whole) / self.trainer.world_size
+            step = self.global_step // 2 if job.get("several") else self.global_step + 1
+            losses[str(step)] = float(whole) / self.trainer.world_size
             if job.get("notes"):
-                note_loss(job, self.global_step + 1, losses[str(self.global_step + 1)])
+                note_loss(job, step, losses[str(step)])
             return loss
 
         def test_step(self, batch: Any, index: int) -> None:
@@ -102,24 +109,32 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         own, options = CkptModelParallelStrategy, dict(zip(MESH, job["mesh"], strict=True))
     strategy = own.__bases__[1](**options) if saves is None else own(**options, prove=True, **saves)
     inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))
-    rows = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(inputs), batch_size=GLOBAL_BATCH // job["world_size"]
-    )
+    batch = GLOBAL_BATCH // job.get("mesh", [job["world_size"]])[0]
+    rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs), batch_size=batch)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=job["world_size"], strategy=strategy, max_epochs=job.get("steps", STEPS) // 4,
         precision=job.get("precision", "32-true"),
         logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[
-            ModelCheckpoint(job["run"], filename="{step}", save_top_k=job.get("keep", -1), monitor="step", mode="max")
+            ModelCheckpoint(
+                job["run"], filename="{step}", save_top_k=job.get("keep", -1), monitor="step", mode="max",
+                save_weights_only=job.get("weights_only", False),
+            )
         ],
     )  # fmt: skip
     given = job.get("load")
     given = newest_checkpoint(job["run"]) if given == "newest" else given
     facts["from"] = given
+    if job.get("kill"):
+        kill_at(job["kill"], job["out"])
     module = Module()
     if job.get("test"):
         facts["tested"] = trainer.test(module, rows, ckpt_path=given, verbose=False)[0]["test"]
         return
     trainer.fit(module, rows, ckpt_path=given)
     facts["losses"] = losses
+    if "mesh" in job:
+        torch.save(
+            get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), job["out"] + "/live.pt"
+        )
     facts["rate"] = trainer.optimizers[0].param_groups[0]["lr"]
