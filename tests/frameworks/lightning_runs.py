@@ -96,6 +96,7 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
     os.environ |= {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "NODE_RANK": "0", "GROUP_RANK": "0"}
+    os.environ |= job.get("environment", {})
     os.environ |= {"TORCHELASTIC_RUN_ID": "tests"}  # Lightning then starts no processes of its own
     lightning.seed_everything(5, verbose=False)
     config = {

@@ -16,8 +16,10 @@ from tests import sampling
 from tests.frameworks import lightning_runs
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.lightning_runs import ROWS, SAVED, STEPS, WIDTH
+from tests.storage import server
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from _pytest.tmpdir import TempPathFactory
@@ -43,8 +45,17 @@ def _at(facts: dict[str, Any], step: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+def endpoint() -> Iterator[str]:
+    """A server of S3 with a bucket."""
+    with server.running() as running:
+        server.client(running).create_bucket(Bucket="runs")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: TempPathFactory, endpoint: str) -> dict[str, Any]:
     """The facts of all runs, by name."""
+    bucket = {"run": "s3://runs/lightning", "environment": {**server.ENVIRONMENT, "AWS_ENDPOINT_URL": endpoint}}
     directory = tmp_path_factory.mktemp("lightning-fsdp2")
     jobs = Jobs(lightning_runs, directory, lambda out: {"run": str(out / "run"), "saves": {}})
 
@@ -58,6 +69,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     add("both", BOTH)
     add("theirs", SHARDED, saves=None)
     add("one", SHARDED, keep=1, saves={"async_save": True})
+    add("bucket", SHARDED, keep=1, saves={"async_save": True}, **bucket)
     add("weights", SHARDED, weights_only=True)
     add("changed", SHARDED, changes=True, fails=True)
     jobs.add("engine", 2, 2)
@@ -81,6 +93,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     ckpttool.convert(saved["engine"], directory / "converted.ckpt", to="dcp", layout="lightning")
     add("converted", SHARDED, load=str(directory / "converted.ckpt"), saves=None)
     jobs.add("into-engine", 3, 3, load=saved["plain"])
+    add("from-bucket", [3, 1], steps=12, load="newest", **bucket)
     add("tested", [3, 1], load=saved["weights"], test=True)
     add("without-states", SHARDED, load=saved["weights"], fails=True)
     (directory / "full.ckpt").write_bytes(b"")
@@ -136,6 +149,13 @@ def test_a_checkpoint_has_the_files_of_lightning_and_its_names(runs: dict[str, A
     ]
     (_at(runs["plain"], STEPS) / "meta.pt").write_bytes(b"")
     assert not ckpttool.verify(_at(runs["plain"], STEPS)).sound, "the file of Lightning is part of the commit"
+
+
+def test_a_bucket_keeps_the_newest_checkpoint_which_other_ranks_resume(runs: dict[str, Any]) -> None:
+    resumed = runs["from-bucket"]
+    assert resumed["from"] == f"s3://runs/lightning/step={STEPS}.ckpt"
+    truth = {step: loss for step, loss in runs["long"]["losses"].items() if int(step) > STEPS}
+    assert resumed["losses"] == pytest.approx(truth, rel=1e-5)
 
 
 def test_an_old_checkpoint_is_removed_after_the_new_one_is_committed(runs: dict[str, Any]) -> None:
