@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROWS, WIDTH, GLOBAL_BATCH = 48, 16, 12
 WORDS = 32
@@ -155,7 +155,7 @@ def train_with_lightning(config: dict[str, Any], *, fsdp2: bool = False) -> None
             self.model = build_model()
 
         def configure_model(self) -> None:
-            if fsdp2:
+            if self.device_mesh is not None:  # under Sharded
                 fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Any:
@@ -194,7 +194,7 @@ def train_with_lightning(config: dict[str, Any], *, fsdp2: bool = False) -> None
         print(f"trained from step {first} on {workers} workers")
 
 
-FRAMEWORKS = {
+FRAMEWORKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trainer": train_with_trainer,
     "accelerate": train_with_accelerate,
     "lightning": train_with_lightning,
