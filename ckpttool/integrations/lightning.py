@@ -214,7 +214,7 @@ class CkptModelParallelStrategy(CkptSaves, ModelParallelStrategy):
     def __init__(self, *args: Any, **arguments: Any) -> None:
         super().__init__(*args, **arguments)
         if not self._save_distributed_checkpoint:
-            problem = "is False: one file of all weights is not a commit"
+            problem = "is False, which saves one file of all weights, not a commit"
             raise ArgumentError("save_distributed_checkpoint", problem, "leave it out, and export with consolidate")
         self._given: Mapping[str, Any] = {}
 

@@ -148,7 +148,7 @@ def plan_dcp(
     if names.state:
         if LIGHTNING_VERSION not in checkpoint.client_state:
             problem = f"has no {LIGHTNING_VERSION} in its client state, and Lightning loads no other checkpoint"
-            raise PlanError(checkpoint.location, problem, "load it in configure_model with ckpttool.load")
+            raise PlanError(checkpoint.location, problem, "choose another layout, and load it with ckpttool.load")
         file = TorchFileBuilder(names.state, builder)
         state = [file.build({k: copy_embedded(file, checkpoint, v) for k, v in checkpoint.client_state.items()})]
     files = _files(checkpoint, _entries(checkpoint, builder, names), names, max_file_bytes)
