@@ -95,7 +95,7 @@ RUNS = (
     ACCELERATE,
     RAY,
     OWN_OF_RAY,
-    RunLayout(r".*\.ckpt", r"meta\.pt"),  # Lightning
+    RunLayout(r".*\.ckpt"),  # Lightning
     RunLayout(r"step-(\d+)", _OF_FSDP, own_names=False),  # torchtitan
     VERL,
 )
