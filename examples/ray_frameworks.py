@@ -1,4 +1,4 @@
-"""Hugging Face Trainer, Accelerate and Lightning with DeepSpeed under Ray Train: saves in the run's storage, resumes.
+"""Hugging Face Trainer, Accelerate and Lightning under Ray Train: saves in the run's storage, resumes.
 
     python examples/ray_frameworks.py trainer --storage run --workers 2 --steps 8
     python examples/ray_frameworks.py trainer --storage run --workers 3 --steps 16 --stage 3
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 ROWS, WIDTH, GLOBAL_BATCH = 48, 16, 12
 WORDS = 32
@@ -120,18 +121,31 @@ def train_with_accelerate(config: dict[str, Any]) -> None:
         print(f"trained from step {first} on {workers} workers")
 
 
-def train_with_lightning(config: dict[str, Any]) -> None:
+def train_with_lightning(config: dict[str, Any], *, fsdp2: bool = False) -> None:
     """Train with Lightning; runs on every worker."""
     import lightning
     import ray.train
     import torch
     from lightning.pytorch.callbacks import ModelCheckpoint
     from ray.train.lightning import RayDeepSpeedStrategy, RayLightningEnvironment
+    from torch.distributed.fsdp import fully_shard
 
-    from ckpttool.integrations.lightning import CkptSaves, newest_checkpoint, run_directory
+    from ckpttool.integrations.lightning import (
+        CkptModelParallelStrategy,
+        CkptSaves,
+        newest_checkpoint,
+        run_directory,
+    )
 
     class Strategy(CkptSaves, RayDeepSpeedStrategy):  # type: ignore[misc]
         """Ray's strategy, with committed saves that are reported to Ray."""
+
+    class Sharded(CkptModelParallelStrategy):
+        """The strategy for FSDP2 on the device that Ray gives the worker."""
+
+        @property
+        def root_device(self) -> torch.device:
+            return ray.train.torch.get_device()
 
     class Regression(lightning.LightningModule):
         """Two layers."""
@@ -139,6 +153,10 @@ def train_with_lightning(config: dict[str, Any]) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.model = build_model()
+
+        def configure_model(self) -> None:
+            if self.device_mesh is not None:  # under Sharded
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Any:
             (given,) = batch
@@ -155,12 +173,15 @@ def train_with_lightning(config: dict[str, Any]) -> None:
     rows = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(ROWS, WIDTH)), batch_size=batch)
     own = settings(config, workers)
     del own["gradient_accumulation_steps"]
+    strategy: Any = Strategy(config=own, process_group_backend="gloo" if cpu else "nccl")
+    if fsdp2:
+        strategy = Sharded(data_parallel_size=workers, tensor_parallel_size=1)
     trainer = lightning.Trainer(
         accelerator="cpu" if cpu else "gpu",
         devices="auto",
         plugins=[RayLightningEnvironment()],
         logger=False,
-        strategy=Strategy(config=own, process_group_backend="gloo" if cpu else "nccl"),
+        strategy=strategy,
         max_epochs=config["steps"] * GLOBAL_BATCH // ROWS,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -169,15 +190,15 @@ def train_with_lightning(config: dict[str, Any]) -> None:
     newest = newest_checkpoint(run_directory())
     trainer.fit(Regression(), rows, ckpt_path=newest)
     if trainer.is_global_zero:
-        strategy: Any = trainer.strategy
         first = strategy.restored.step if newest else 0
         print(f"trained from step {first} on {workers} workers")
 
 
-FRAMEWORKS = {
+FRAMEWORKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trainer": train_with_trainer,
     "accelerate": train_with_accelerate,
     "lightning": train_with_lightning,
+    "lightning-fsdp2": partial(train_with_lightning, fsdp2=True),
 }
 
 

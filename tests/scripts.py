@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import runpy
 import sys
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> list[str]:
+def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]], killed: str = "") -> list[str]:
     """Run scripts one after another; return what the ranks of each printed and logged.
 
     Args:
@@ -25,15 +26,20 @@ def run(directory: Path, imports: list[str], *starts: tuple[int, list[str]]) -> 
         imports: Modules to import before ranks are forked.
         starts: Number of ranks of each start, and its command line: the path of a script or ``-m`` and a module,
             and arguments.
+        killed: Pattern of paths: the ranks of the first start are killed when there is one.
     """
-    forked.call(_run_all, starts, directory, imports=imports)
+    forked.call(_run_all, starts, directory, killed, imports=imports)
     return [(directory / f"log-{number}").read_text() for number in range(len(starts))]
 
 
-def _run_all(starts: list[tuple[int, list[str]]], directory: Path) -> None:
+def _run_all(starts: list[tuple[int, list[str]]], directory: Path, killed: str) -> None:
     directory.mkdir(exist_ok=True)
     for number, (ranks, command) in enumerate(starts):
-        forked.run_ranks(ranks, partial(_run, command, directory / f"log-{number}"))
+        body = partial(_run, command, directory / f"log-{number}")
+        if killed and not number:
+            assert -9 in forked.kill_ranks(ranks, body, lambda: bool(glob.glob(killed)))
+        else:
+            forked.run_ranks(ranks, body)
 
 
 def _run(command: list[str], path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckpttool
+from ckpttool.storage import MANIFEST
 from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,6 +109,20 @@ def test_lightning_resumes_on_more_ranks_and_its_weights_are_loaded_back(tmp_pat
     assert f"trained from {run}/epoch=1.ckpt to epoch 4" in second
     for printed in (first, second):
         assert "outputs of the plain model differ by 0.000000" in printed
+
+
+@pytest.mark.deepspeed
+def test_lightning_with_fsdp2_resumes_on_more_ranks_after_a_kill(tmp_path: Path) -> None:
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    command = [str(ROOT / "examples" / "lightning_fsdp2.py"), run, out]
+    _, second = scripts.run(
+        tmp_path / "logs", ["lightning.pytorch.strategies"],
+        (2, [*command, "--epochs", "1000"]),
+        (3, [*command, "--epochs", "30"]),
+        killed=f"{run}/epoch=?.ckpt/{MANIFEST}",
+    )  # fmt: skip
+    assert re.search(rf"trained from {run}/epoch=\d\.ckpt to epoch 30", second)
+    assert "outputs of the plain model differ by 0.000000" in second
 
 
 def test_every_example_is_run() -> None:

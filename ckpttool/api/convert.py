@@ -50,7 +50,10 @@ FORMATS_OF = {
 """Arguments for some formats only."""
 DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xpu")
 """Types of devices of torch."""
-LAYOUTS_OF = {"dcp": ("nested", "flat", "app", "accelerate", "torchtitan"), "ranks": ("verl", "accelerate")}
+LAYOUTS_OF = {
+    "dcp": ("nested", "flat", "app", "accelerate", "torchtitan", "lightning"),
+    "ranks": ("verl", "accelerate"),
+}
 """Layouts of each format that has several."""
 
 
@@ -145,7 +148,7 @@ def convert(  # noqa: PLR0913  public API
     expert_parallel: int | None = None,
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
-    layout: Literal["nested", "flat", "app", "accelerate", "torchtitan", "verl"] | None = None,
+    layout: Literal["nested", "flat", "app", "accelerate", "torchtitan", "lightning", "verl"] | None = None,
     mesh: Mapping[str, int] | Sequence[int] | None = None,
     device: str | None = None,
     torch: Literal["2.6", "2.13"] | None = None,
@@ -187,7 +190,8 @@ def convert(  # noqa: PLR0913  public API
             ``get_state_dict`` has them, under ``model`` and ``optim``; "app" for the same under ``app``, with
             numbers and texts of the client state, as torch's tutorial and Ray's FSDP2 template have them;
             "accelerate" for Accelerate's and the Trainer's FSDP2; "torchtitan" for one step of torchtitan, without
-            dataloader and scheduler. For "ranks": "verl" or "accelerate".
+            dataloader and scheduler; "lightning" for Lightning's ``ModelParallelStrategy``, from a checkpoint of
+            Lightning with one optimizer. For "ranks": "verl" or "accelerate".
         mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without
             names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, with the
             source's name, otherwise "fsdp" for verl and no name for Accelerate.
@@ -323,7 +327,9 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
         names = LAYOUTS[target.layout or "nested"] if target.to == "dcp" else None
-        written = () if names is None else client_state_of(checkpoint.client_state, names)
+        written: Mapping[str, Any] = {} if names is None else client_state_of(checkpoint.client_state, names)
+        if names is not None and names.state:
+            written = checkpoint.client_state
         if left := [str(name) for name in checkpoint.client_state if name not in written]:
             lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
         losses += [f"not written: {', '.join(lost)}"] if lost else []

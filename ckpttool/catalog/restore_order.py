@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
-from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, LIGHTNING_STATE, METADATA
 from ckpttool.formats.layouts import Place, is_name
 from ckpttool.formats.locate import refuse_part, refuse_several
 from ckpttool.formats.scan import Found, natural_order, pattern_of
@@ -178,13 +178,14 @@ def of_folder(storage: Storage, folder: str) -> list[Found]:
     own = Found(storage, *posixpath.split(folder.rstrip("/")))
     names = {entry.name for entry in _entries(storage, folder)}
     committed = MANIFEST in names and own.committed  # also with the marker of a save that died after the commit
-    return [own] if committed or (_is_pair(storage, folder, names) and not own.marked) else candidates(storage, folder)
+    return [own] if committed or (_is_fsdp2(storage, folder, names) and not own.marked) else candidates(storage, folder)
 
 
-def _is_pair(storage: Storage, folder: str, names: set[str]) -> bool:
-    """Return whether a folder has the model and the optimizer of Accelerate's FSDP2, each with its last file."""
+def _is_fsdp2(storage: Storage, folder: str, names: set[str]) -> bool:
+    """Return whether a folder has all that Lightning, or Accelerate, saves of FSDP2, by the files written last."""
     pair = {ACCELERATE_MODEL, ACCELERATE_OPTIMIZER}
-    return pair <= names and all(storage.exists(posixpath.join(folder, name, METADATA)) for name in pair)
+    whole_pair = pair <= names and all(storage.exists(posixpath.join(folder, name, METADATA)) for name in pair)
+    return whole_pair or {METADATA, LIGHTNING_STATE} <= names
 
 
 def _entries(storage: Storage, root: str) -> list[Entry]:

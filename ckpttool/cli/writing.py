@@ -123,7 +123,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--layout",
-    type=click.Choice(["nested", "flat", "app", "accelerate", "torchtitan", "verl"]),
+    type=click.Choice(["nested", "flat", "app", "accelerate", "torchtitan", "lightning", "verl"]),
     help="Loader's layout: nested (default), flat, app, accelerate, torchtitan for dcp; verl, accelerate for ranks.",
 )
 @click.option(

@@ -27,6 +27,7 @@ from ckpttool.formats.fields import MAX_DIMENSIONS, RESTORE, WHOLE, Fields, shap
 from ckpttool.formats.state_dict import StateDict, recorded_step
 from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
+from ckpttool.formats.thin import embedded_in, read_state
 from ckpttool.formats.weights import class_of
 from ckpttool.messages import brief
 from ckpttool.model import (
@@ -59,6 +60,8 @@ THIN_METADATA = "ckpttool_thin.metadata"
 """The metadata of a thin checkpoint; METADATA has the same content, once the old files are removed."""
 ACCELERATE_MODEL, ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Directories of Accelerate's and the Trainer's distributed checkpoints."""
+LIGHTNING_STATE = "meta.pt"
+"""File of Lightning with the state beside the tensors, which it writes last."""
 HEAD_BYTES, TAIL_BYTES = 1 << 11, 1 << 12
 """Bytes of the pickle at the start of a chunk, and of the ZIP directory at its end."""
 
@@ -395,7 +398,25 @@ def read_dcp(
     if storage.exists(path) and "sharded_backend" in storage.read_text(path):
         problem = "is the distributed checkpoint of Megatron Core (torch_dist), which stacks layers and splits names"
         raise LayoutError(location.directory, problem, "convert it with Megatron-LM's tools/checkpoint/convert.py")
-    return _read(storage, location, [""], kinds, name)
+    found = _read(storage, location, [""], kinds, name)
+    lightning = kinds is None and storage.exists(posixpath.join(location.directory, LIGHTNING_STATE))
+    return _with_state_of_lightning(storage, found) if lightning else found
+
+
+def _with_state_of_lightning(storage: Storage, found: Checkpoint) -> Checkpoint:
+    """Add the state that Lightning saves beside the tensors: loops, callbacks, schedulers, epoch, step.
+
+    Source: lightning 2.6, pytorch/strategies/model_parallel.py (``save_checkpoint``).
+    """
+    torch, file = read_state(storage, found.location, LIGHTNING_STATE)
+    step = torch.root.get("global_step")
+    return replace(
+        found,
+        step=step if type(step) is int else found.step,
+        client_state={**found.client_state, **torch.root},
+        embedded=embedded_in(torch, len(found.files)),
+        files=(*found.files, file),
+    )
 
 
 def read_dcp_pair(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.formats.fields import fingerprint
+from ckpttool.formats.scan import natural_order
 from ckpttool.messages import brief
 from ckpttool.model import (
     MASTER,
@@ -251,7 +252,7 @@ def _groups(
     group_of: dict[str, int] = {}
     differing: dict[str, dict[str, ScalarState]] = {}
     single = _numbers_elsewhere(numbers, weights)
-    for number in sorted(listed, key=lambda n: (len(n), n)):
+    for number in sorted(listed, key=natural_order):
         options = dict(listed[number])
         names = options.pop("params", None)
         named = options.pop("param_names", None) is not None

@@ -57,13 +57,8 @@ def read_thin(storage: Storage, location: Location, _report: Report) -> Checkpoi
     if not names or RUN_STATE not in manifest.files:
         raise LayoutError(directory, "is thin, but its manifest lists no weights", "restore it from a copy")
     weights = read_safetensors(storage, location, sorted(names))
-    path = posixpath.join(directory, RUN_STATE)
-    with storage.open(path, ahead=True) as reader:
-        torch = read_torch_file(reader)
-        file = CheckpointFile(RUN_STATE, reader.nbytes, "model", None, reader.version, records=torch.records)
-    if not isinstance(torch.root, dict):
-        raise LayoutError(path, "is not the state of a run", "restore it from a copy")
-    fields = Fields(path, "", torch.root)
+    torch, file = read_state(storage, directory, RUN_STATE)
+    fields = Fields(posixpath.join(directory, RUN_STATE), "", torch.root)
     return replace(
         with_kinds(weights, names_in(fields, "buffers"), frozenset(names_in(fields, "frozen"))),
         format="thin",
@@ -109,6 +104,21 @@ def _topology(ranks: Fields) -> Topology:
     if any(count < 1 for count in degrees.values()):
         raise ranks.error("data_parallel", "is not a number of ranks")
     return Topology(**degrees)
+
+
+def read_state(storage: Storage, directory: str, name: str) -> tuple[TorchFile, CheckpointFile]:
+    """Read a file of ``torch.save`` with the state of a run, without tensor bytes.
+
+    Raises:
+        CkptError: It is damaged, or not a dict.
+    """
+    path = posixpath.join(directory, name)
+    with storage.open(path, ahead=True) as reader:
+        torch = read_torch_file(reader)
+        file = CheckpointFile(name, reader.nbytes, "model", None, reader.version, records=torch.records)
+    if not isinstance(torch.root, dict):
+        raise LayoutError(path, "is not the state of a run", "restore it from a copy")
+    return torch, file
 
 
 def embedded_in(torch: TorchFile, index: int) -> dict[str, State]:

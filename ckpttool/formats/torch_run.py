@@ -11,14 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.containers.torch_file import read_torch_file
-from ckpttool.errors import LayoutError
 from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, THIN_METADATA, read_dcp, read_dcp_pair
-from ckpttool.formats.fields import RESTORE, Fields
+from ckpttool.formats.fields import Fields
 from ckpttool.formats.state_dict import Kinds
-from ckpttool.formats.thin import embedded_in, names_in, with_kinds
+from ckpttool.formats.thin import embedded_in, names_in, read_state, with_kinds
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.model import CheckpointFile, Topology
+from ckpttool.model import Topology
 from ckpttool.storage import LATEST
 
 if TYPE_CHECKING:
@@ -57,13 +55,8 @@ def read_run(storage: Storage, location: Location, report: Report, metadata: str
     read = next((one for one, part in READERS if storage.exists(posixpath.join(directory, part, metadata))), None)
     if read is None:
         return None
-    path = posixpath.join(directory, RUN_STATE)
-    with storage.open(path, ahead=True) as reader:
-        torch = read_torch_file(reader)
-        file = CheckpointFile(RUN_STATE, reader.nbytes, "model", None, reader.version, records=torch.records)
-    if not isinstance(torch.root, dict):
-        raise LayoutError(path, "is not the state of a run", RESTORE)
-    fields = Fields(path, "", torch.root)
+    torch, file = read_state(storage, directory, RUN_STATE)
+    fields = Fields(posixpath.join(directory, RUN_STATE), "", torch.root)
     recorded = fields.optional("groups", list)
     groups = None if recorded is None else [[*map(str, one)] for one in recorded if isinstance(one, list)]
     kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)

@@ -1,4 +1,4 @@
-"""Committed checkpoints for Lightning's DeepSpeed strategy.
+"""Committed checkpoints for Lightning's strategies for DeepSpeed and FSDP2.
 
     from ckpttool.integrations.lightning import CkptDeepSpeedStrategy, newest_checkpoint
 
@@ -6,44 +6,53 @@
     trainer.fit(module, ckpt_path=newest_checkpoint("checkpoints"))
 
 ``ModelCheckpoint`` and ``trainer.save_checkpoint`` save commits in Lightning's layout, and ``ckpt_path`` takes any
-number of ranks and any ZeRO stage. For another strategy on DeepSpeed, such as Ray's, put ``CkptSaves`` before it:
+number of ranks and any ZeRO stage or mesh. ``CkptModelParallelStrategy`` is for models that ``configure_model`` shards
+with ``fully_shard`` or ``parallelize_module``; each strategy loads the checkpoints of the other.
+For another strategy on DeepSpeed, such as Ray's, put ``CkptSaves`` before it:
 
     class Strategy(CkptSaves, ray.train.lightning.RayDeepSpeedStrategy): ...
 
-Source: lightning 2.5 and 2.6, pytorch/strategies/deepspeed.py (``save_checkpoint``, ``load_checkpoint``).
+Source: lightning 2.5 and 2.6, pytorch/strategies/deepspeed.py and model_parallel.py (``save_checkpoint``,
+``load_checkpoint``), trainer/connectors/checkpoint_connector.py (``dump_checkpoint``).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ckpttool.arguments import checked_path
-from ckpttool.catalog.restore_order import candidates
+from ckpttool.catalog.restore_order import of_folder
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
 from ckpttool.integrations.live.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
 from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import check_signatures
+from ckpttool.integrations.torch.run import TorchRun
+from ckpttool.messages import brief
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import absolute_path, open_storage
+from ckpttool.targets.dcp import LIGHTNING_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.run import Run
 
 LOG = logging.getLogger(__name__)
 TAG = "checkpoint"
 """Name of DeepSpeed's directory in a checkpoint of Lightning."""
-LEFT_OUT = ("state_dict", "optimizer_states")
-"""Entries of Lightning's checkpoint that the engine itself saves."""
+WEIGHTS, STATES = "state_dict", "optimizer_states"
+"""Entries of Lightning's checkpoint that the run itself saves."""
 PARAMETERS = {
     "save_checkpoint": ["self", "checkpoint", "filepath", "storage_options"],
     "load_checkpoint": ["self", "checkpoint_path", "weights_only"],
@@ -78,7 +87,7 @@ class CkptSaves:
         prove: bool | None = None,
         **arguments: Any,
     ) -> None:
-        check_strategy()
+        check_strategy(type(self))
         super().__init__(*args, **arguments)
         self._folders = FoldersByStorage(
             async_save=async_save,
@@ -87,6 +96,7 @@ class CkptSaves:
             allow=allow,
             prove=prove,
             on_save=self._note,
+            layout="lightning",
         )
         self._rng_of: LoadReport | None = None
         self.last_save: SaveReport | None = None
@@ -97,6 +107,14 @@ class CkptSaves:
     def _note(self, report: SaveReport) -> None:
         self.last_save = report
 
+    def _run(self, *, optimizers: bool = True) -> tuple[Run, int]:
+        """Return the run, with or without its optimizers, and its steps."""
+        engine = self.deepspeed_engine  # type: ignore[attr-defined]
+        return run_of(engine), int(engine.global_steps)
+
+    def _check(self, checkpoint: Mapping[str, Any]) -> None:
+        """Check that a checkpoint of Lightning is the state of the run."""
+
     def wait(self) -> None:
         """Wait until the running save is committed; call it on every rank.
 
@@ -106,7 +124,11 @@ class CkptSaves:
         self._folders.wait()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save as ``DeepSpeedStrategy.save_checkpoint`` does, in its layout, as one commit."""
+        """Save as Lightning's strategy does, in its layout, as one commit.
+
+        Raises:
+            CkptError: This save failed, or the previous one in the background. Nothing was committed.
+        """
         strategy: Any = self
         if storage_options is not None:
             problem = "is not an option of a save"
@@ -114,28 +136,28 @@ class CkptSaves:
         folder = absolute_path(str(strategy.broadcast(os.fspath(filepath))))
         saves = self._folders.at(folder)
         saves.wait()
+        saves.ranks.together(folder, partial(self._check, checkpoint))
         metrics = _float_metrics(strategy.lightning_module.trainer.callback_metrics)
-        engine = strategy.deepspeed_engine
-        run = run_of(engine)
+        run, step = self._run(optimizers=STATES in checkpoint)
         saves.save(
             run,
             folder,
             tag=TAG,
             files={},
-            before=saves.begin(run, folder, int(engine.global_steps)),
+            before=saves.begin(run, folder, step),
             metrics=metrics,
-            client_state={key: value for key, value in checkpoint.items() if key not in LEFT_OUT},
-            exclude_frozen=bool(strategy.exclude_frozen_parameters),
+            client_state={key: value for key, value in checkpoint.items() if key not in {WEIGHTS, STATES}},
+            exclude_frozen=bool(getattr(strategy, "exclude_frozen_parameters", False)),
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load as ``DeepSpeedStrategy.load_checkpoint`` does, on any number of ranks and at any ZeRO stage.
+        """Load as Lightning's strategy does, on any number of ranks, and at any ZeRO stage or on any mesh.
 
         Raises:
             CkptError: The checkpoint was not committed, is damaged or does not fit; the same on every rank.
         """
         strategy: Any = self
-        if strategy.load_full_weights and strategy.zero_stage_3:
+        if getattr(strategy, "load_full_weights", False) and strategy.zero_stage_3:
             options = {} if weights_only is None else {"weights_only": weights_only}  # lightning 2.5 does not have it
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, **options)  # type: ignore[misc]
             return loaded
@@ -144,11 +166,11 @@ class CkptSaves:
         saves.wait()
         found = saves.ranks.on_first(saves.root, lambda: _find(saves, folder))
         checkpoint = saves.open(found[0])
+        if LIGHTNING_VERSION not in checkpoint.client_state:
+            raise LayoutError(folder, "was not saved by Lightning: it has no loops", "load it with ckpttool.load")
         module = strategy.lightning_module
         fits = module.trainer.state.fn == TrainerFn.FITTING
-        report = saves.restore(
-            run_of(strategy.deepspeed_engine), checkpoint, strict=module.strict_loading, weights_only=not fits
-        )
+        report = saves.restore(self._run()[0], checkpoint, strict=module.strict_loading, weights_only=not fits)
         saves.report_restored(folder, {})
         self.restored = report
         if fits:
@@ -186,6 +208,42 @@ class CkptDeepSpeedStrategy(CkptSaves, DeepSpeedStrategy):  # lightning is not f
     """``DeepSpeedStrategy`` whose saves are commits; takes the arguments of both."""
 
 
+class CkptModelParallelStrategy(CkptSaves, ModelParallelStrategy):
+    """``ModelParallelStrategy`` whose saves are commits; takes the arguments of both."""
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        if not self._save_distributed_checkpoint:
+            problem = "is False, which saves one file of all weights, not a commit"
+            raise ArgumentError("save_distributed_checkpoint", problem, "leave it out, and export with consolidate")
+        self._given: Mapping[str, Any] = {}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this rank's parts of the model for hooks, without a copy: a save reads the model itself."""
+        self._given = get_model_state_dict(self.model)
+        return dict(self._given)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: a save reads the optimizer itself. Lightning's takes a step if there was none."""
+        return {}
+
+    def _run(self, *, optimizers: bool = True) -> tuple[Run, int]:
+        module = cast("Any", self.lightning_module)
+        step = int(module.trainer.global_step)
+        run = TorchRun(self.model, list(self.optimizers) if optimizers else False, True, step)
+        run.clears_gradients = module.automatic_optimization and module.trainer.accumulate_grad_batches == 1
+        return run, step
+
+    def _check(self, checkpoint: Mapping[str, Any]) -> None:
+        given, self._given = self._given, {}
+        found = checkpoint.get(WEIGHTS, {})
+        for name in {**given, **found}:
+            if found.get(name) is not given.get(name):
+                problem = f"has another {brief(name, 200)} than the model"
+                hint = "let on_save_checkpoint change other entries, or use Lightning's ModelParallelStrategy"
+                raise PlanError(WEIGHTS, problem, hint)
+
+
 def newest_checkpoint(
     directory: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> str | None:
@@ -203,7 +261,7 @@ def newest_checkpoint(
     storage = open_storage(root, storage_options)
     found = []
     for folder in (one.path for one in scan(storage, root, depth=1) if not one.hidden):
-        commit = next((one for one in candidates(storage, folder) if one.committed), None)
+        commit = next((one for one in of_folder(storage, folder) if one.committed), None)
         if commit is None:
             LOG.warning("%s was not committed and is skipped", folder)
             continue
@@ -228,17 +286,29 @@ def run_directory() -> str:
     return run.root
 
 
-def check_strategy() -> None:
+def check_strategy(strategy: type = CkptDeepSpeedStrategy) -> None:
     """Check that this release of Lightning has the methods that ``CkptSaves`` overrides.
 
+    Args:
+        strategy: A class with ``CkptSaves`` among its bases.
+
     Raises:
-        PlanError: A method is missing, or has other parameters.
+        PlanError: A method is missing, or has other parameters; or the class is not a strategy for DeepSpeed or FSDP2.
     """
+    base: Any = DeepSpeedStrategy
+    if issubclass(strategy, CkptModelParallelStrategy):
+        base = ModelParallelStrategy
+    elif not issubclass(strategy, DeepSpeedStrategy):
+        hint = "use CkptModelParallelStrategy, or save with ckpttool.CheckpointManager in a callback"
+        raise PlanError(strategy.__name__, "is not a strategy for DeepSpeed, which CkptSaves is for", hint)
     release = f"lightning {lightning.__version__}"
-    check_signatures(DeepSpeedStrategy, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)
+    check_signatures(base, PARAMETERS, release=release, known="lightning 2.5 or 2.6", overrides=True)
 
 
 def _find(saves: Folders, folder: str) -> list[str]:
+    if saves.source(folder).exists(folder) and not saves.source(folder).is_dir(folder):
+        hint = "load it with Lightning's own strategy, and save it with this one"
+        raise LayoutError(folder, "is a file, not the directory of a checkpoint", hint)
     if not saves.source(folder).is_dir(folder):
         raise LayoutError(folder, "does not exist", "pass newest_checkpoint(DIRECTORY) as ckpt_path")
     found = candidates_in(saves.source(folder), [folder])

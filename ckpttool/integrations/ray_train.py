@@ -80,7 +80,8 @@ class RayTrainCheckpoints:
             to host memory and written in the background; the next call, ``finish``, or the end of ``train_func``
             reports the checkpoint.
         layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested" for torch's
-            ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate" or "torchtitan".
+            ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate", "torchtitan"
+            or "lightning".
         timeout: Seconds that a worker may lag before a save fails.
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.

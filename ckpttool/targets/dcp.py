@@ -21,12 +21,12 @@ import numpy as np
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import PlanError
 from ckpttool.formats.chunk_index import StoredChunk, StoredEntry
-from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, LIGHTNING_STATE, METADATA
 from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.targets.torch import TorchFileBuilder, group_options, plain_file
+from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, group_options, plain_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,6 +41,9 @@ MAX_FILE_BYTES = 5_000_000_000
 ALIGNMENT = 64
 """Alignment of archives in a file, in bytes, so that tensors are aligned too."""
 
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""Key of each client state of Lightning."""
+
 _ARCHIVE = "archive"
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -52,7 +55,7 @@ class DcpLayout:
     model: tuple[str, ...]
     """Keys before the name of a weight."""
     optimizer: tuple[str, ...]
-    """Keys of the optimizer's state dict."""
+    """Keys of the optimizer's state dict; each optimizer has its own if the last one has a place for its number."""
     flat: bool = False
     """Whether the optimizer's state dict has flat keys, with the hyper-parameters of each parameter."""
     client: tuple[str, ...] = ()
@@ -63,6 +66,17 @@ class DcpLayout:
     """Begin of the names of files with tensors; the default is torch's of rank 0."""
     metadata: str = METADATA
     """Name of the file with the metadata."""
+    state: str = ""
+    """File of ``torch.save`` with the client state; "" without one."""
+
+    @property
+    def numbered(self) -> bool:
+        """Whether each optimizer has a state dict of its own."""
+        return "{}" in self.optimizer[-1]
+
+    def of_optimizer(self, number: int) -> DcpLayout:
+        """Return the layout with the keys of one optimizer."""
+        return replace(self, optimizer=tuple(key.format(number) for key in self.optimizer))
 
     def of_state(self, name: str, key: str) -> Path:
         """Return the path of the state of a parameter."""
@@ -81,10 +95,11 @@ LAYOUTS = {
     "accelerate": DcpLayout(("model",), ("optimizer",), directories=(ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)),
     "torchtitan": DcpLayout((), ("optimizer",), flat=True),
     "app": DcpLayout(("app", "model"), ("app", "optim"), client=("app",)),
+    "lightning": DcpLayout(("state_dict",), ("optimizer_{}",), state=LIGHTNING_STATE),
 }
 """Layouts by name. "nested" is what ``dcp.save({"model": ..., "optim": ...})`` writes for ``get_state_dict``,
 and "app" what ``dcp.save({"app": AppState(...)})`` of torch's tutorial and of Ray's FSDP2 template writes; the latter
-has an epoch beside model and optimizer."""
+has an epoch beside model and optimizer. Lightning does not load its layout without its own client state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,11 +140,19 @@ def plan_dcp(
         consistency: Consistency checks to make before the first write.
 
     Raises:
-        PlanError: The checkpoint contains no tensors, or two entries of one name.
+        PlanError: The checkpoint contains no tensors, or two entries of one name, or not the client state of the
+            layout.
     """
-    builder, names = CopyBuilder(checkpoint), LAYOUTS[layout]
+    builder, names = CopyBuilder(checkpoint), LAYOUTS[layout].of_optimizer(0)
+    state = []
+    if names.state:
+        if LIGHTNING_VERSION not in checkpoint.client_state:
+            problem = f"has no {LIGHTNING_VERSION} in its client state, and Lightning loads no other checkpoint"
+            raise PlanError(checkpoint.location, problem, "choose another layout, and load it with ckpttool.load")
+        file = TorchFileBuilder(names.state, builder)
+        state = [file.build({k: copy_embedded(file, checkpoint, v) for k, v in checkpoint.client_state.items()})]
     files = _files(checkpoint, _entries(checkpoint, builder, names), names, max_file_bytes)
-    return CopyPlan(builder.sources, builder.casts, tuple(files), consistency)
+    return CopyPlan(builder.sources, builder.casts, (*state, *files), consistency)
 
 
 def plan_dcp_weights(checkpoint: Checkpoint, selection: WeightSelection, layout: DcpLayout) -> CopyPlan:

@@ -278,6 +278,16 @@ def _load_accelerate(net: Any, optimizer: Any, path: str, *, use_dcp: bool = Tru
     load_fsdp_optimizer(plugin, accelerator, optimizer, net, path, use_dcp=use_dcp)
 
 
+def _load_lightning(net: Any, optimizer: Any, path: str) -> None:
+    """Load by Lightning's own function, which its ``ModelParallelStrategy`` calls."""
+    from pathlib import Path
+
+    from lightning.fabric.strategies.model_parallel import _load_checkpoint
+
+    state = _load_checkpoint(Path(path), {"state_dict": net, "optimizer_0": optimizer})
+    assert state["epoch"] == 7
+
+
 def _load_verl(net: Any, optimizer: Any, path: str) -> None:
     """Load by the calls of verl 0.9, FSDPCheckpointManager.load_checkpoint."""
     import torch
@@ -308,6 +318,7 @@ LOADERS: dict[str, Callable[[Any, Any, str], None]] = {
     "flat": functools.partial(_load_dcp, flat=True),
     "torchtitan": functools.partial(_load_dcp, flat=True, titan=True),
     "accelerate": _load_accelerate,
+    "lightning": _load_lightning,
     "files of accelerate": functools.partial(_load_accelerate, use_dcp=False),
     "verl": _load_verl,
 }

@@ -7,6 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+NAMES = (("checkpoint-", ""), ("checkpoint_", ""), ("step=", ".ckpt"))
+"""What is before and after the step in the names of checkpoints of frameworks."""
+
 
 def kill_at(point: dict[str, Any], directory: str) -> None:
     """Let a rank be killed before one of its writes into the checkpoint of a step; or all ranks at that moment.
@@ -24,7 +27,8 @@ def kill_at(point: dict[str, Any], directory: str) -> None:
     left = [point["number"]]
 
     def count(path: str) -> None:
-        if f"/checkpoint-{point['step']}/" not in path and f"/checkpoint_{point['step']}/" not in path:
+        names = (f"/{name}{point['step']}{end}/" for name, end in NAMES)
+        if not any(name in path for name in names):
             return
         left[0] -= 1
         if left[0] == 0:

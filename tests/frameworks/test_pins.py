@@ -107,6 +107,24 @@ def test_a_changed_method_of_lightning_is_named(monkeypatch: pytest.MonkeyPatch)
         lightning.check_strategy()
 
 
+def test_a_strategy_of_lightning_that_saves_one_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+
+    from ckpttool.integrations import lightning
+
+    class Strategy(lightning.CkptSaves, DDPStrategy):
+        """Not for DeepSpeed."""
+
+    with refused(ckpttool.PlanError):
+        Strategy()
+    with refused(ckpttool.ArgumentError):
+        lightning.CkptModelParallelStrategy(save_distributed_checkpoint=False)
+    assert {"_save_distributed_checkpoint", "broadcast"} <= _names(ModelParallelStrategy.save_checkpoint)
+    monkeypatch.setattr(ModelParallelStrategy, "load_checkpoint", lambda self, path: None)
+    with refused(ckpttool.PlanError):
+        lightning.CkptModelParallelStrategy()
+
+
 def test_a_trainer_without_the_callback_or_without_deepspeed_is_told_apart() -> None:
     from ckpttool.integrations.huggingface import CkptCallback
 

@@ -29,7 +29,7 @@ OTHERS: list[dict[str, Any]] = [
     {"id": "fsdp-2-of-4", "mesh": "fsdp", "world_size": 2, "dtype": "bfloat16", "from": "hsdp-4"},
     {"id": "fsdp-2-of-tp", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "from": "tp-4"},
 ]
-IMPORTS = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate"]
+IMPORTS = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate", "lightning.fabric.strategies"]
 
 
 def _load_app(net: Any, optimizer: Any, path: str) -> None:

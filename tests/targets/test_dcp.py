@@ -238,6 +238,11 @@ def test_groups_of_deepspeeds_adam_get_what_torchs_asks_for(tmp_path: Path) -> N
     assert {f"optim.param_groups.1.{key}" for key in wanted} <= described.keys()
 
 
+def test_lightning_gets_no_checkpoint_without_its_state() -> None:
+    with refused(PlanError):
+        plan_dcp(inspect(source("zero3-dp2-bf16")), layout="lightning")
+
+
 def test_two_things_of_one_name_are_refused() -> None:
     checkpoint = inspect(source("zero1-dp1-bf16"))
     twice = replace(checkpoint, parameters=(*checkpoint.parameters, checkpoint.parameters[0]))

@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ckpttool.storage import MANIFEST
+
 PRINTED = "printed"
 """File beside the checkpoints of a run, for what its workers print."""
+WHOLE = ("latest", MANIFEST)
+"""Last file of a checkpoint: of DeepSpeed, or of FSDP2."""
 STEPS = 8
 """Steps of the first run; the second goes on for as many."""
 
@@ -43,7 +47,7 @@ def _let_lightning_run_on_cpu() -> None:
 
 
 def _kill_after_a_commit(run: Path) -> None:
-    while not list(run.glob("*/latest")):
+    while not any(list(run.glob(f"*/{name}")) for name in WHOLE):
         time.sleep(0.002)
     (run / "killed").write_text("")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -9,16 +9,16 @@ import pytest
 
 import ckpttool
 from tests import sampling
-from tests.under_ray.frameworks import PRINTED, STEPS
+from tests.under_ray.frameworks import PRINTED, STEPS, WHOLE
 
 if TYPE_CHECKING:
     from tests.under_ray.conftest import Trained
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
-FRAMEWORKS = sampling.some(["trainer", "accelerate", "lightning"], 1)
+FRAMEWORKS = sampling.some(["trainer", "accelerate", "lightning", "lightning-fsdp2"], 1)
 
-
+FSDP2 = "lightning-fsdp2"
 RAY_RUNS = {framework: ("frameworks", [framework]) for framework in FRAMEWORKS}
 
 
@@ -39,7 +39,7 @@ def test_ray_knows_the_commits_and_keeps_as_many_as_it_was_told(trained: Trained
     newest, kept = told[0], told[1].split(", ")
     assert newest in kept
     assert len(kept) == 2
-    whole = {path.parent.name for path in (directory / framework).glob("*/latest")}
+    whole = {path.parent.name for path in (directory / framework).glob(f"*/{WHOLE[framework == FSDP2]}")}
     assert whole == set(kept)
     for name in kept:
         assert not ckpttool.verify(directory / framework / name, deep=True).findings

@@ -79,7 +79,8 @@ class CheckpointManager:
         thin_every: Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says otherwise,
             and remove the others, thin ones included.
         layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested" for torch's
-            ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate" or "torchtitan".
+            ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate", "torchtitan"
+            or "lightning".
         async_save: Return after the state is copied to host memory, and write in the background.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which files of a killed save are removed, counted from the newest of them.

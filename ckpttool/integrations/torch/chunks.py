@@ -196,7 +196,7 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) 
         pending="",
     )
     names = LAYOUTS[layout]
-    entries = sorted([*_tensors(state, names), *_numbers(run, names)], key=lambda entry: [*map(str, entry.path)])
+    entries = sorted([*_tensors(run, state, names), *_numbers(run, names)], key=lambda entry: [*map(str, entry.path)])
     return Described(state, entries, DcpIndex(entries, rank, directory, names), extra)
 
 
@@ -273,6 +273,8 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             contents |= rank_state_file(Topology(data_parallel=ranks.size), ranks, save.rank_state, of_rank)
         if ranks.rank == 0 and kept.layout == "accelerate" and [*run.schedulers] == [""]:
             contents[SCHEDULER_OF_ACCELERATE] = run.schedulers[""].state_dict()
+        if ranks.rank == 0 and LAYOUTS[kept.layout].state:
+            contents[LAYOUTS[kept.layout].state] = dict(save.client_state)
         if ranks.rank == 0:
             own_state = _run_state(run, found.state, save, ready.request.step, ranks.size)
             contents[RUN_STATE] = own_state | {"extra": of_all, "extra_of_ranks": [*of_rank]}
@@ -370,11 +372,12 @@ def _states_of(schedulers: Mapping[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def _tensors(state: LiveState, names: DcpLayout) -> Iterator[Entry]:
+def _tensors(run: LiveRun, state: LiveState, names: DcpLayout) -> Iterator[Entry]:
     """Yield the weights, the buffers, and the states of the optimizer."""
+    of_owner = {name: own for own, name, *_ in _parameters(run, names)}
     for number, piece in enumerate(state.pieces):
         is_state = piece.key != WEIGHTS
-        path = names.of_state(piece.name, piece.key) if is_state else (*names.model, piece.name)
+        path = of_owner[piece.name].of_state(piece.name, piece.key) if is_state else (*names.model, piece.name)
         starts = piece.starts if isinstance(piece.starts, tuple) else (0,) * len(piece.shape)
         directory = names.directories[is_state]
         yield Entry(directory, path, piece.dtype, piece.shape, piece.tensor, starts, number, piece.is_buffer)
@@ -383,15 +386,15 @@ def _tensors(state: LiveState, names: DcpLayout) -> Iterator[Entry]:
 def _numbers(run: LiveRun, names: DcpLayout) -> Iterator[Entry]:
     """Yield the numbers that are tensors: of parameters, such as a step, and options of groups."""
     found: list[tuple[Path, Any]] = []
-    for name, owner, parameter in _parameters(run):
+    for own, name, owner, parameter in _parameters(run, names):
         for key, value in owner.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor) and number_of(key, value, parameter) is not None:
-                found.append((names.of_state(name, key), value))
-    for number, (_, group) in enumerate(run.groups):
+                found.append((own.of_state(name, key), value))
+    for own, number, _, group in _groups(run, names):
         listed = _listed(run, group)
         for key, value in group.items():
             if isinstance(value, torch.Tensor):
-                found += [(path, value) for path in names.of_option(number, listed, key)]
+                found += [(path, value) for path in own.of_option(number, listed, key)]
     for path, value in found:
         whole = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
         shape = tuple(map(int, whole.shape))
@@ -405,27 +408,36 @@ def _listed(run: LiveRun, group: Mapping[str, Any]) -> list[str]:
     return [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
 
 
-def _parameters(run: LiveRun) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the parameters of the optimizers: name, optimizer, and the parameter."""
-    names = run.named.names
-    for owner, group in run.groups:
+def _groups(run: LiveRun, names: DcpLayout) -> Iterator[tuple[DcpLayout, int, Any, Mapping[str, Any]]]:
+    """Yield the groups: the names of the entries of its optimizer, its number among them, the optimizer, the group."""
+    first = 0
+    for n, owner in enumerate(run.optimizers):
+        for number, group in enumerate(owner.param_groups, 0 if names.numbered else first):
+            yield names.of_optimizer(n), number, owner, group
+        first += len(owner.param_groups)
+
+
+def _parameters(run: LiveRun, names: DcpLayout) -> Iterator[tuple[DcpLayout, str, Any, Any]]:
+    """Yield the parameters of the optimizers: names of the entries, name, optimizer, and the parameter."""
+    known = run.named.names
+    for own, _, owner, group in _groups(run, names):
         for parameter in group["params"]:
-            if id(parameter) in names:
-                yield names[id(parameter)], owner, parameter
+            if id(parameter) in known:
+                yield own, known[id(parameter)], owner, parameter
 
 
 def _objects(run: LiveRun, save: Save, names: DcpLayout) -> Iterator[tuple[Path, Any]]:
     """Yield the entries that are objects: options and names of the groups, numbers of Python, and client state."""
-    for name, owner, parameter in _parameters(run):
+    for own, name, owner, parameter in _parameters(run, names):
         for key, value in owner.state.get(parameter, {}).items():
             if isinstance(value, bool | int | float):
-                yield names.of_state(name, key), value
-    for number, (_, group) in enumerate(run.groups):
+                yield own.of_state(name, key), value
+    for own, number, _, group in _groups(run, names):
         listed = _listed(run, group)
         options = {**group, "params": listed, **({"param_names": listed} if "param_names" in group else {})}
         for key, value in options.items():
             if not isinstance(value, torch.Tensor) and not (names.flat and key == "params"):
-                for path in names.of_option(number, listed, key):
+                for path in own.of_option(number, listed, key):
                     yield path, copy.deepcopy(value)
     for key, value in client_state_of(save.client_state, names).items():
         yield (*names.client, key), value

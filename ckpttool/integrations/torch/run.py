@@ -51,6 +51,8 @@ class TorchRun:
 
     without_thinning = ""
     is_folder = True
+    clears_gradients = False
+    """Whether the loop clears the gradients before the next backward pass, so that none is lost."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any = None) -> None:
         first = next(iter(model.values())) if isinstance(model, Mapping) else model
@@ -106,7 +108,7 @@ class TorchRun:
     def capture(self, ready: Ready, save: Save, ranks: Ranks, kept: Kept, directory: str) -> Captured:
         """Capture the part of the state that this rank writes, after all ranks have shared the replicas."""
         run: LiveRun = ready.live
-        if run.optimizers and not kept.warned and has_gradients(run.named.module):
+        if run.optimizers and not (kept.warned or self.clears_gradients) and has_gradients(run.named.module):
             kept.warned = True
             if ranks.rank == 0:
                 LOG.warning(
