@@ -410,7 +410,7 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
     """Read one state dict from the distributed checkpoints in some directories below a location."""
     entries = StateDict(step=recorded_step(storage, location.directory))
     if kinds is not None:
-        entries.buffers, entries.frozen, entries.grouped = kinds
+        entries.buffers, entries.frozen, entries.grouped = kinds[:3]
     files: list[CheckpointFile] = []
     ranks = 1
     for part in parts:

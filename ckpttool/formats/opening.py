@@ -160,17 +160,20 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
         CkptError: A file cannot be read.
     """
     from ckpttool.formats.rank_files import ORDER, read_rank_files
+    from ckpttool.formats.state_files import read_state_files
+    from ckpttool.formats.weights import UNREAD
     from ckpttool.formats.zero.reader import read_zero
     from ckpttool.formats.zero.stage0 import SEVERAL_ORDERS
 
     of_ranks = checkpoint.format == "rank files"
-    if not (of_ranks and checkpoint.left_out) and not {ORDER, SEVERAL_ORDERS}.intersection(checkpoint.remarks):
+    whole = any(remark.endswith(UNREAD) for remark in checkpoint.remarks)
+    if not (of_ranks and checkpoint.left_out) and not ({ORDER, SEVERAL_ORDERS} & {*checkpoint.remarks} or whole):
         return checkpoint
     where = (checkpoint.root, checkpoint.location, checkpoint.tag)
     location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
-    read = read_rank_files if of_ranks else read_zero
+    read = read_rank_files if of_ranks else read_state_files if whole else read_zero
     found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
-    if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks):
+    if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks) or (whole and found is checkpoint):
         problem = (
             f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"
         )

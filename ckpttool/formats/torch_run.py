@@ -1,4 +1,4 @@
-"""Saves of torch runs -> Checkpoint: a distributed checkpoint in the directory of a tag, and the state of the run.
+"""Saves of torch runs -> Checkpoint: a distributed checkpoint, or two files of a framework, and the state of the run.
 
 RUN_STATE has the state beside the tensors: client state, schedulers, the states of other objects that are the same on
 all ranks, and the names of buffers and frozen parameters. The files of the ranks have their own states.
@@ -15,6 +15,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, read_dcp, read_dcp_pair
 from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.state_dict import Kinds
+from ckpttool.formats.state_files import read_state_files
 from ckpttool.formats.thin import embedded_in, names_in
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.model import CheckpointFile, Topology
@@ -29,15 +30,19 @@ if TYPE_CHECKING:
 
 OF_EACH_RANK = "a state of each rank"
 """In ``Checkpoint.data_states``, in place of a state that the file of each rank has."""
-READERS = ((read_dcp, METADATA), (read_dcp_pair, posixpath.join(ACCELERATE_MODEL, METADATA)))
-"""Readers of distributed checkpoints, with a file by which each knows its own."""
+READERS = (
+    (read_dcp, METADATA),
+    (read_dcp_pair, posixpath.join(ACCELERATE_MODEL, METADATA)),
+    *((read_state_files, name) for name in ("optimizer.pt", "optimizer.bin")),
+)
+"""Readers of the model and the optimizer, with a file by which each knows its own."""
 
 
 def read_torch_run(storage: Storage, location: Location, report: Report) -> Checkpoint | None:
     """Read the layout of a save of a torch run, without tensor bytes.
 
     Returns:
-        The layout; None if the directory has no distributed checkpoint.
+        The layout; None if the directory has neither a distributed checkpoint nor the two files of a framework.
 
     Raises:
         CkptError: The checkpoint is damaged.
@@ -54,8 +59,11 @@ def read_torch_run(storage: Storage, location: Location, report: Report) -> Chec
     fields = Fields(path, "", torch.root)
     recorded = fields.optional("groups", list)
     groups = None if recorded is None else [[*map(str, one)] for one in recorded if isinstance(one, list)]
-    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)
+    names = {str(name): str(stored) for name, stored in (fields.optional("names", dict) or {}).items()}
+    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups, names)
     found = read(storage, location, report, kinds)
+    if found is None:
+        raise LayoutError(location.directory, "has no weights beside its optimizer", RESTORE)
     return replace(
         found,
         latest=LATEST,

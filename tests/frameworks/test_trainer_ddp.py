@@ -1,0 +1,166 @@
+"""The Trainer under DDP, and in one process, with a ``CkptCallback``: saves, resumes, kills, limits, the best model."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.storage import MANIFEST, MARK
+from tests import sampling
+from tests.frameworks import trainer_runs
+from tests.frameworks.jobs import Jobs
+from tests.frameworks.trainer_runs import SAVED, STEPS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _pytest.tmpdir import TempPathFactory
+
+pytestmark = pytest.mark.deepspeed
+KILLS = ((0, 2, True), (1, 1, False), (0, 9, True))
+"""Rank, number of its write in the last save before which it is killed, and whether all ranks are."""
+KILLED = sampling.some(range(len(KILLS)), 1, key="kills of DDP")
+"""Indexes of the kills that are tried."""
+BEST = {
+    "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2, "eval_strategy": "steps",
+    "eval_steps": 1, "lr_scheduler_type": "constant",
+}  # fmt: skip
+
+
+def _flip(file: Path) -> None:
+    """Change a bit of a tensor."""
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
+    """The facts of all runs, by name."""
+    directory = tmp_path_factory.mktemp("ddp")
+    jobs = Jobs(trainer_runs, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}, "plain": True})
+
+    def add(name: str, ranks: int, **values: Any) -> None:
+        jobs.add(name, values.pop("stage", 0), ranks, **values)
+
+    add("dropout", 2, dropout=0.5, callback={"async_save": True})
+    add("alone", 1, dropout=0.5)
+    add("plain", 2)
+    add("without", 2, dropout=0.5, callback=None)
+    add("best", 2, steps=5, save_steps=1, learning_rate=0.3, arguments=BEST, callback={"async_save": True}, evaluate=True)
+    add("lora", 2, dropout=0.5, peft=True)
+    add("lora-without", 2, dropout=0.5, peft=True, callback=None)
+    for n in KILLED:
+        rank, number, everyone = KILLS[n]
+        point = {"rank": rank, "number": number, "everyone": everyone, "step": STEPS}
+        add(f"killed{n}", 2, kill=point, callback={"timeout": 5.0}, fails=True)
+    found = jobs.run()
+    for name, source in RESUMED.items():
+        folder = f"run/checkpoint-{SAVED}"
+        shutil.copytree(directory / source / folder, directory / name / folder)
+    add("again", 2, dropout=0.5, resume=True)
+    add("alone-again", 1, dropout=0.5, resume=True)
+    add("on-3", 3, callback={"auto_resume": True})
+    add("to-fsdp2", 2, fsdp2=True, resume=True)
+    add("to-zero", 2, plain=False, stage=2, resume=True)
+    add("by-trainer", 2, dropout=0.5, resume=True, callback=None)
+    add("from-trainer", 2, dropout=0.5, resume=True)
+    add("lora-again", 2, dropout=0.5, peft=True, resume=True)
+    add("lora-by-trainer", 2, dropout=0.5, peft=True, resume=True, callback=None)
+    add("lora-from-trainer", 2, dropout=0.5, peft=True, resume=True)
+    shutil.copytree(directory / "plain" / "run", directory / "flipped" / "run")
+    _flip(directory / "flipped" / "run" / f"checkpoint-{STEPS}" / "model.safetensors")
+    add("flipped", 2, resume=True)
+    for n in KILLED:
+        shutil.copytree(directory / f"killed{n}" / "run", directory / f"revived{n}" / "run")
+        add(f"revived{n}", 2 + n % 2, resume=True)
+    return found | jobs.run()
+
+
+RESUMED = {
+    "again": "dropout", "alone-again": "alone", "on-3": "plain", "to-fsdp2": "plain", "to-zero": "plain",
+    "by-trainer": "dropout", "from-trainer": "without",
+    "lora-again": "lora", "lora-by-trainer": "lora", "lora-from-trainer": "lora-without",
+}  # fmt: skip
+"""Runs that resume from a save of others."""
+ON_OTHERS = ("on-3", "to-fsdp2", "to-zero")
+"""Those on other ranks, or under another framework."""
+
+
+def _rest(facts: dict[str, Any]) -> list[float]:
+    return [loss for step, loss in facts["losses"].items() if int(step) > SAVED]
+
+
+def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]) -> None:
+    for name in RESUMED.keys() - {*ON_OTHERS}:
+        assert _rest(runs[name]) == _rest(runs[RESUMED[name]]), name
+    for name in ON_OTHERS:
+        assert runs[name]["restored"].endswith(f"checkpoint-{SAVED}")
+        assert _rest(runs[name]) == pytest.approx(_rest(runs[RESUMED[name]]), rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"), [("plain", "without"), ("lora", "lora-without")], ids=["whole", "adapter"]
+)
+def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any], name: str, alone: str) -> None:
+    ours, theirs = (
+        {p.name for p in (runs[one]["out"] / "run" / f"checkpoint-{SAVED}").iterdir()} for one in (name, alone)
+    )
+    assert not theirs - ours
+    assert {file for file in ours - theirs if "rank_state" not in file} == {MANIFEST, "ckpttool_run_state.pt"}
+    folder = runs[name]["out"] / "run" / f"checkpoint-{SAVED}"
+    assert ckpttool.verify(folder, deep=True).sound
+    assert ckpttool.inspect(folder).metrics["loss"] == runs[name]["losses"][str(SAVED)]
+
+
+def test_the_files_are_those_of_the_trainer(runs: dict[str, Any]) -> None:
+    from safetensors.torch import load_file
+
+    for name, alone, file in (
+        ("dropout", "without", "model.safetensors"), ("lora", "lora-without", "adapter_model.safetensors"),
+    ):  # fmt: skip
+        ours, theirs = (runs[one]["out"] / "run" / f"checkpoint-{SAVED}" for one in (name, alone))
+        held, expected = load_file(ours / file), load_file(theirs / file)
+        assert held.keys() == expected.keys()
+        assert all(torch.equal(held[key], expected[key]) for key in held)
+        states, known = (torch.load(one / "optimizer.pt") for one in (ours, theirs))
+        assert states["param_groups"] == known["param_groups"]
+        assert states["state"].keys() == known["state"].keys()
+        for number, of_one in known["state"].items():
+            assert all(torch.equal(states["state"][number][key], of_one[key]) for key in of_one)
+
+
+def test_limits_and_the_best_model_work_with_saves_in_the_background(runs: dict[str, Any]) -> None:
+    facts = runs["best"]
+    best = min(facts["evals"], key=lambda step: facts["evals"][step])
+    assert facts["best"] == str(facts["out"] / "run" / f"checkpoint-{best}")
+    assert facts["evaluated"] == facts["evals"][best]
+    left = {p.name for p in (facts["out"] / "run").iterdir()}
+    assert left == {f"checkpoint-{best}", "checkpoint-5" if best != "5" else "checkpoint-4"}
+
+
+@pytest.mark.parametrize("n", KILLED)
+def test_a_run_killed_in_a_save_goes_on_from_the_save_before(runs: dict[str, Any], n: int) -> None:
+    killed, revived = runs[f"killed{n}"], runs[f"revived{n}"]
+    assert -9 in killed["statuses"]
+    assert revived["restored"].endswith(f"checkpoint-{SAVED}")
+    assert _rest(revived) == pytest.approx(_rest(runs["plain"]), rel=1e-5)
+    root = revived["out"] / "run"
+    assert not [*root.rglob(MARK)]
+    assert [(one.name, one.whole) for one in ckpttool.ls(root).entries] == [
+        (f"checkpoint-{SAVED}", True),
+        (f"checkpoint-{STEPS}", True),
+    ]
+    assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any]) -> None:
+    facts = runs["flipped"]
+    assert facts["restored"].endswith(f"checkpoint-{SAVED}")
+    assert any(f"checkpoint-{STEPS}" in line and "trying the one before" in line for line in facts["told"])
+    assert _rest(facts) == _rest(runs["plain"])
+    assert (facts["out"] / "run" / f"checkpoint-{STEPS}.damaged").is_dir(), "the save of its step moved it aside"
