@@ -38,6 +38,7 @@ from ckpttool.model import (
     Topology,
     tensor_number,
 )
+from ckpttool.model.names import full_names
 from ckpttool.model.places import Contiguous, Runs
 from ckpttool.ranges import ByteRange
 
@@ -439,6 +440,8 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
+    own = full_names(entries.states, entries.weights) if kinds is None else {n: live for live, n in kinds.names.items()}
+    entries.weights = {own.get(name, name): state for name, state in entries.weights.items()}
     if not entries.contained:  # the model's tensors have no common key
         entries.beside = {name: True for name, nested in entries.beside.items() if nested}
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike

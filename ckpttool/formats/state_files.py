@@ -22,7 +22,7 @@ from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.weights import OPTIMIZER, find_weights, read_files
 from ckpttool.model import MODULE, CheckpointFile, ScalarState, Topology, tensor_number
-from ckpttool.model.names import renames
+from ckpttool.model.names import full_names, renames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,6 +64,7 @@ def read_state_files(
     if kinds is not None:
         order = [name for group in kinds.groups or () for name in group]
         own = {name: live for live, name in kinds.names.items()}
+    own = own or full_names(order, weights)
     weights = {own.get(name, name): state for name, state in weights.items()}
     aliases = {own.get(alias, alias): own.get(name, name) for alias, name in found.aliases.items()}
     renamed = renames(order, weights)

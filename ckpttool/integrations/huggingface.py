@@ -52,7 +52,7 @@ from ckpttool.integrations.live.folders import (
     set_rng_of,
     show_log,
 )
-from ckpttool.integrations.live.request import DISTRIBUTED, Written
+from ckpttool.integrations.live.request import Written
 from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import (
     check_signatures,
@@ -194,9 +194,6 @@ def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind
                 '"SHARDED_STATE_DICT"} to TrainingArguments, or remove the callback'
             )
             raise PlanError(kind.__name__, problem, hint)
-        if is_sharded(self) and is_adapter(self):
-            problem = "does not save an adapter of PEFT under FSDP2"
-            raise PlanError(kind.__name__, problem, "train it with DeepSpeed, or remove the callback")
         return handler(callback, self, functools.partial(original, self), *args, **kwargs)
 
     return method
@@ -701,6 +698,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _load(self, trainer: Any, saves: Folders, path: str, strict: bool) -> None:
         """Load a checkpoint where the Trainer loads an engine, a model under FSDP2, or under DDP an optimizer."""
         resume, (run, _) = self._resume, run_of_trainer(trainer)
+        strict = strict and not is_adapter(trainer)  # whose base model is not saved
         if resume is not None and path == resume.directory:
             try:
                 resume.report = self.restored = saves.restore(run, resume.checkpoint, strict=strict)
@@ -730,7 +728,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if not is_replicated(trainer) or checkpoint is None:
             original(checkpoint)
             return
-        self._load(trainer, self._folders(trainer), checkpoint, not is_adapter(trainer))
+        self._load(trainer, self._folders(trainer), checkpoint, True)
         with replaced(trainer.optimizer, load_state_dict=nothing):
             original(checkpoint)
 
@@ -739,7 +737,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if not is_replicated(trainer):
             original()
             return
-        self._load(trainer, self._folders(trainer), trainer.state.best_model_checkpoint, not is_adapter(trainer))
+        self._load(trainer, self._folders(trainer), trainer.state.best_model_checkpoint, True)
 
     def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:
         """Restore the random number generators, as ``Trainer._load_rng_state``, on any number of ranks."""
@@ -753,11 +751,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
 def _written(trainer: Any) -> Written:
     """Return how the Trainer itself writes the model and the optimizer."""
-    if not is_replicated(trainer):
-        return DISTRIBUTED
-    if not is_adapter(trainer):
-        return Written(("model.safetensors", OPTIMIZER))
-    return Written(("adapter_model.safetensors", OPTIMIZER), names_of_adapter(trainer.model))
+    names = names_of_adapter(trainer.model) if is_adapter(trainer) and not trainer.is_deepspeed_enabled else None
+    weights = "model.safetensors" if names is None else "adapter_model.safetensors"
+    return Written((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
 
 
 def _given_folder(saves: Folders, given: str, output_dir: str) -> str:

@@ -51,7 +51,16 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     add("alone", 1, dropout=0.5)
     add("plain", 2)
     add("without", 2, dropout=0.5, callback=None)
-    add("best", 2, steps=5, save_steps=1, learning_rate=0.3, arguments=BEST, callback={"async_save": True}, evaluate=True)
+    add(
+        "best",
+        2,
+        steps=5,
+        save_steps=1,
+        learning_rate=0.3,
+        arguments=BEST,
+        callback={"async_save": True},
+        evaluate=True,
+    )
     add("lora", 2, dropout=0.5, peft=True)
     add("lora-without", 2, dropout=0.5, peft=True, callback=None)
     for n in KILLED:
@@ -103,9 +112,7 @@ def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]
         assert _rest(runs[name]) == pytest.approx(_rest(runs[RESUMED[name]]), rel=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("name", "alone"), [("plain", "without"), ("lora", "lora-without")], ids=["whole", "adapter"]
-)
+@pytest.mark.parametrize(("name", "alone"), [("plain", "without"), ("lora", "lora-without")], ids=["whole", "adapter"])
 def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any], name: str, alone: str) -> None:
     ours, theirs = (
         {p.name for p in (runs[one]["out"] / "run" / f"checkpoint-{SAVED}").iterdir()} for one in (name, alone)

@@ -126,7 +126,7 @@ def _deepspeed(job: dict[str, Any]) -> dict[str, Any]:
     return {"deepspeed": config}
 
 
-def _fsdp2() -> dict[str, Any]:
+def _fsdp2(state_dicts: str) -> dict[str, Any]:
     """Return the arguments of FSDP2, which Accelerate has on accelerators alone."""
     from accelerate import DistributedType, PartialState
     from accelerate.state import AcceleratorState
@@ -140,7 +140,7 @@ def _fsdp2() -> dict[str, Any]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
     AcceleratorState.__init__ = start_on_a_cpu
-    config = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True}
+    config = {"fsdp_version": 2, "state_dict_type": state_dicts, "reshard_after_forward": True}
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     return {"fsdp": "full_shard", "fsdp_config": {**config, **wrapped}}
 
@@ -164,7 +164,13 @@ def build(job: dict[str, Any]) -> Any:
         ddp_backend="gloo",
         report_to=[],
         disable_tqdm=True,
-        **(_fsdp2() if job.get("fsdp2") else {} if job.get("plain") else _deepspeed(job)),
+        **(
+            _fsdp2(job.get("state_dicts", "SHARDED_STATE_DICT"))
+            if job.get("fsdp2")
+            else {}
+            if job.get("plain")
+            else _deepspeed(job)
+        ),
         **{
             "optim": "adamw_torch",
             "per_device_train_batch_size": GLOBAL_BATCH // job["world_size"],
