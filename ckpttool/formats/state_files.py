@@ -10,6 +10,7 @@ Source: transformers 5.23, trainer.py (``_save_optimizer_and_scheduler``); accel
 from __future__ import annotations
 
 import posixpath
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint, State
     from ckpttool.storage import Reader, Storage
 
+OF_RANK = re.compile(r"rng_state_\d+\.pth|random_states_\d+\.pkl")
+"""The file that each rank adds to the folder."""
 UNTIED = "the files do not identify their save: weights of another step with the same shapes are not noticed"
 
 
@@ -78,8 +81,8 @@ def read_state_files(
         file = CheckpointFile(optimizers[0], reader.nbytes, "optimizer", None, reader.version, records=torch.records)
     if not fits and kinds is not None:
         raise LayoutError(path, "numbers other parameters than the save has recorded", RESTORE)
-    files = (*found.files, file)
-    made = result.to_checkpoint(storage, location, found.format, path, Topology(), files)
+    files, ranks = (*found.files, file), sum(bool(OF_RANK.fullmatch(name)) for name in beside)
+    made = result.to_checkpoint(storage, location, found.format, path, Topology(data_parallel=max(1, ranks)), files)
     return replace(made, remarks=found.remarks if kinds is not None else (*found.remarks, UNTIED)) if fits else None
 
 
