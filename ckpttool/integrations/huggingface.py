@@ -380,7 +380,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         export_every: Write the weights of checkpoints whose step is a multiple of this as a Hugging Face folder, in
             the background. With ``push_to_hub`` each checkpoint that is pushed is exported.
         export_to: Directory or URL of the exports: ``EXPORT_TO/checkpoint-N``. Default: the checkpoint's own folder on
-            disk; for a bucket, "export" below ``root``.
+            disk, which under DDP has the weights anyway; for a bucket, "export" below ``root``.
         export_dtype: "fp32", "bf16" or "fp16"; default: the type that the engine computes in.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
@@ -542,6 +542,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             out = posixpath.join(self._export_to, name)
         elif is_remote:
             out = posixpath.join(posixpath.dirname(folder), "export", name)
+        if out is None and is_replicated(trainer):  # the checkpoint itself has the weights
+            return functools.partial(trainer._push_from_checkpoint, folder) if pushes else lambda: None
 
         def start() -> None:
             if self._exporter is None:
@@ -623,6 +625,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if is_url(trainer.args.output_dir):
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
             raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
+        remote = self._root is not None and is_url(self._root)
+        if self._export_dtype and self._export_to is None and is_replicated(trainer) and not remote:
+            problem = "is missing: under DDP the checkpoint itself has the weights, in their own type"
+            raise ArgumentError("export_to", problem, "pass a directory, or leave export_dtype out")
         saves, given = self._folders(trainer), resume_from_checkpoint
         found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given))
         if given is True and not found:

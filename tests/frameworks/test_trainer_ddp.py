@@ -14,6 +14,7 @@ from tests import sampling
 from tests.frameworks import trainer_runs
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.trainer_runs import SAVED, STEPS
+from tests.storage import server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,6 +43,12 @@ def _flip(file: Path) -> None:
 def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     """The facts of all runs, by name."""
     directory = tmp_path_factory.mktemp("ddp")
+    with server.running() as endpoint:
+        server.client(endpoint).create_bucket(Bucket="runs")
+        return _run(directory, {"root": "s3://runs/ddp", "storage_options": {"endpoint_url": endpoint}})
+
+
+def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
     jobs = Jobs(trainer_runs, directory, lambda out: {"output_dir": str(out / "run"), "callback": {}, "plain": True})
 
     def add(name: str, ranks: int, **values: Any) -> None:
@@ -61,6 +68,21 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
         callback={"async_save": True},
         evaluate=True,
     )
+    add(
+        "bucket",
+        2,
+        steps=4,
+        save_steps=1,
+        learning_rate=0.3,
+        arguments=BEST,
+        callback={**bucket, "async_save": True},
+        evaluate=True,
+        environment=server.ENVIRONMENT,
+    )
+    add("export", 2, diverge=True, callback={"export_every": SAVED})
+    add("tied", 2, dropout=0.5, tied=True, callback=None)
+    add("factored", 2, arguments={"optim": "adafactor"}, fails=True)
+    add("cast", 2, callback={"export_every": 1, "export_dtype": "bf16"}, fails=True)
     add("lora", 2, dropout=0.5, peft=True)
     add("lora-without", 2, dropout=0.5, peft=True, callback=None)
     for n in KILLED:
@@ -71,6 +93,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     for name, source in RESUMED.items():
         folder = f"run/checkpoint-{SAVED}"
         shutil.copytree(directory / source / folder, directory / name / folder)
+    shutil.copytree(directory / "without" / "run", directory / "unnamed" / "run")
     add("again", 2, dropout=0.5, resume=True)
     add("alone-again", 1, dropout=0.5, resume=True)
     add("on-3", 3, callback={"auto_resume": True})
@@ -78,11 +101,26 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     add("to-zero", 2, plain=False, stage=2, resume=True)
     add("by-trainer", 2, dropout=0.5, resume=True, callback=None)
     add("from-trainer", 2, dropout=0.5, resume=True)
+    add(
+        "from-bucket",
+        1,
+        learning_rate=0.3,
+        callback={**bucket, "auto_resume": True},
+        environment=server.ENVIRONMENT,
+        output_dir=str(directory / "bucket" / "run"),
+        arguments={**BEST, "load_best_model_at_end": False},
+    )
+    add("from-tied", 2, dropout=0.5, tied=True, resume=True)
+    add("unnamed", 2, plain=False, resume=True, fails=True)
     add("lora-again", 2, dropout=0.5, peft=True, resume=True)
     add("lora-by-trainer", 2, dropout=0.5, peft=True, resume=True, callback=None)
     add("lora-from-trainer", 2, dropout=0.5, peft=True, resume=True)
     shutil.copytree(directory / "plain" / "run", directory / "flipped" / "run")
     _flip(directory / "flipped" / "run" / f"checkpoint-{STEPS}" / "model.safetensors")
+    shutil.copytree(directory / "without" / "run", directory / "cut" / "run")
+    cut = directory / "cut" / "run" / f"checkpoint-{STEPS}" / "optimizer.pt"
+    cut.write_bytes(cut.read_bytes()[:-1000])
+    add("cut", 2, dropout=0.5, resume=True)
     add("flipped", 2, resume=True)
     for n in KILLED:
         shutil.copytree(directory / f"killed{n}" / "run", directory / f"revived{n}" / "run")
@@ -92,7 +130,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
 
 RESUMED = {
     "again": "dropout", "alone-again": "alone", "on-3": "plain", "to-fsdp2": "plain", "to-zero": "plain",
-    "by-trainer": "dropout", "from-trainer": "without",
+    "by-trainer": "dropout", "from-trainer": "without", "from-tied": "tied",
     "lora-again": "lora", "lora-by-trainer": "lora", "lora-from-trainer": "lora-without",
 }  # fmt: skip
 """Runs that resume from a save of others."""
@@ -150,6 +188,27 @@ def test_limits_and_the_best_model_work_with_saves_in_the_background(runs: dict[
     assert left == {f"checkpoint-{best}", "checkpoint-5" if best != "5" else "checkpoint-4"}
 
 
+def test_a_bucket_holds_the_run_and_its_best_model(runs: dict[str, Any]) -> None:
+    facts, resumed = runs["bucket"], runs["from-bucket"]
+    best = min(facts["evals"], key=lambda step: facts["evals"][step])
+    assert facts["evaluated"] == facts["evals"][best]
+    assert resumed["restored"] == "s3://runs/ddp/checkpoint-4"
+    assert [*resumed["losses"]] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_replicas_that_differ_are_named_and_an_export_changes_no_commit(runs: dict[str, Any]) -> None:
+    assert any("weights of lm_head.weight differs between ranks 0 and 1" in line for line in runs["export"]["told"])
+    folder = runs["export"]["out"] / "run" / f"checkpoint-{STEPS}"
+    assert ckpttool.verify(folder, deep=True).sound
+
+
+def test_what_cannot_be_saved_or_restored_is_refused_by_name(runs: dict[str, Any]) -> None:
+    assert "in another shape than the parameter" in runs["factored"]["error"]
+    assert not [*(runs["factored"]["out"] / "run").glob("checkpoint-*/*")]
+    assert "export_to: is missing" in runs["cast"]["error"]
+    assert "does not record the trained parameters" in runs["unnamed"]["error"]
+
+
 @pytest.mark.parametrize("n", KILLED)
 def test_a_run_killed_in_a_save_goes_on_from_the_save_before(runs: dict[str, Any], n: int) -> None:
     killed, revived = runs[f"killed{n}"], runs[f"revived{n}"]
@@ -165,9 +224,10 @@ def test_a_run_killed_in_a_save_goes_on_from_the_save_before(runs: dict[str, Any
     assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any]) -> None:
-    facts = runs["flipped"]
+@pytest.mark.parametrize(("name", "source"), [("flipped", "plain"), ("cut", "without")])
+def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any], name: str, source: str) -> None:
+    facts = runs[name]
     assert facts["restored"].endswith(f"checkpoint-{SAVED}")
     assert any(f"checkpoint-{STEPS}" in line and "trying the one before" in line for line in facts["told"])
-    assert _rest(facts) == _rest(runs["plain"])
+    assert _rest(facts) == _rest(runs[source])
     assert (facts["out"] / "run" / f"checkpoint-{STEPS}.damaged").is_dir(), "the save of its step moved it aside"

@@ -72,6 +72,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         kill_at(job["kill"], job["out"])
     if job.get("notes"):
         trainer.add_callback(_notes(job))
+    if job.get("diverge"):
+        trainer.add_callback(_divergence(trainer.model))
     result = trainer.train(**({"resume_from_checkpoint": job["resume"]} if "resume" in job else {}))
     facts["global_step"] = result.global_step
     facts["losses"] = {str(e["step"]): e["loss"] for e in trainer.state.log_history if "loss" in e}
@@ -105,6 +107,20 @@ def _notes(job: dict[str, Any]) -> Any:
                 note_loss(job, state.global_step, logs["loss"])
 
     return Notes()
+
+
+def _divergence(model: Any) -> Any:
+    """Make a callback that changes a weight of the second rank before the first save."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Divergence(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == SAVED and os.environ["RANK"] == "1":
+                with torch.no_grad():
+                    model.lm_head.weight[0, 0] += 1.0
+
+    return Divergence()
 
 
 def tokens() -> Any:
@@ -189,6 +205,7 @@ def build(job: dict[str, Any]) -> Any:
             attention_dropout=job.get("dropout", 0.0),
             bos_token_id=1,
             eos_token_id=2,
+            tie_word_embeddings=job.get("tied", False),
         )
     )
     if job.get("peft"):

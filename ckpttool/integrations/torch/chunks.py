@@ -133,7 +133,7 @@ def check_saved(run: LiveRun, written: Written) -> None:
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
             for key, value in owner.state.get(parameter, {}).items():
-                _check_state(key, value, name, parameter)
+                _check_state(key, value, name, parameter, whole=written.files is not None)
 
 
 def _check_option(option: str, value: Any, number: int) -> None:
@@ -145,7 +145,8 @@ def _check_option(option: str, value: Any, number: int) -> None:
         raise ArgumentError("optimizer", problem, "save it in client_state, and leave it out of the groups")
 
 
-def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:
+def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool) -> None:
+    """Check that a state can be saved; one in the file of a framework, which has numbers for names, also restored."""
     if number_of(key, value, parameter) is not None or value is None:
         return
     what = f"has {key} of {brief(name, 200)}"
@@ -156,6 +157,9 @@ def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:
     if hasattr(parameter, "placements") and not hasattr(value, "placements"):
         problem = f"{what} as a tensor of this rank alone, beside a parameter that is spread over the ranks"
         raise ArgumentError("optimizer", problem, hint)
+    if whole and value.shape != parameter.shape:
+        problem = f"{what} in another shape than the parameter, which no resume restores"
+        raise ArgumentError("optimizer", problem, "choose another optimizer, or let the framework save alone")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
