@@ -200,6 +200,8 @@ def test_replicas_that_differ_are_named_and_an_export_changes_no_commit(runs: di
     assert any("weights of lm_head.weight differs between ranks 0 and 1" in line for line in runs["export"]["told"])
     folder = runs["export"]["out"] / "run" / f"checkpoint-{STEPS}"
     assert ckpttool.verify(folder, deep=True).sound
+    written, committed = ((folder / name).stat().st_mtime_ns for name in ("model.safetensors", MANIFEST))
+    assert written <= committed, "the weights of a commit were replaced"
 
 
 def test_what_cannot_be_saved_or_restored_is_refused_by_name(runs: dict[str, Any]) -> None:
