@@ -148,12 +148,13 @@ LIVE_ORDER = "the optimizer's parameters are numbered, and read in the order of 
 """Remark on a checkpoint that ``in_order`` has read."""
 
 
-def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
+def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] = ()) -> Checkpoint:
     """Read files that number the optimizer's parameters again, with the order of the optimizer.
 
     Args:
         checkpoint: A checkpoint of any format; returned as it is if it needs no order.
         order: Parameters in the order of the optimizer.
+        sizes: Number of parameters of each of its groups, if they are known.
 
     Raises:
         PlanError: The files number other parameters than the optimizer has.
@@ -170,7 +171,7 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
     if not (of_ranks and checkpoint.left_out) and not ({ORDER, SEVERAL_ORDERS} & {*checkpoint.remarks} or whole):
         return checkpoint
     where = (checkpoint.root, checkpoint.location, checkpoint.tag)
-    location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
+    location = Location(*where, trust_names=True, order=tuple(order), sizes=tuple(sizes))  # opened before
     read = read_rank_files if of_ranks else read_state_files if whole else read_zero
     found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
     if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks) or (whole and found is checkpoint):

@@ -77,7 +77,8 @@ def read_state_files(
     path = posixpath.join(location.directory, optimizers[0])
     with storage.open(path, ahead=True) as reader:
         torch, index = read_torch_file(reader), len(found.files)
-        fits = _add_optimizer(result, torch, reader, storage, index, [renamed.get(name, name) for name in order])
+        own_order = [renamed.get(name, name) for name in order]
+        fits = _add_optimizer(result, torch, reader, storage, index, own_order, location.sizes)
         file = CheckpointFile(optimizers[0], reader.nbytes, "optimizer", None, reader.version, records=torch.records)
     if not fits and kinds is not None:
         raise LayoutError(path, "numbers other parameters than the save has recorded", RESTORE)
@@ -87,9 +88,17 @@ def read_state_files(
 
 
 def _add_optimizer(
-    result: StateDict, torch: TorchFile, reader: Reader, storage: Storage, index: int, order: Sequence[str]
+    result: StateDict,
+    torch: TorchFile,
+    reader: Reader,
+    storage: Storage,
+    index: int,
+    order: Sequence[str],
+    sizes: Sequence[int],
 ) -> bool:
     """Add the states and the groups of the optimizer; return False if it numbers other parameters than ``order``.
+
+    As ``Optimizer.load_state_dict``, it compares the sizes of groups; and of every state the shape.
 
     Raises:
         LayoutError: The file has no states of an optimizer.
@@ -100,6 +109,8 @@ def _add_optimizer(
     states, groups = root["state"], [one for one in root.get("param_groups") or () if isinstance(one, dict)]
     keys = [key for group in groups for key in group.get("params", ())]
     if len(keys) != len(order) or not {*order} <= result.weights.keys() or states.keys() - {*keys}:
+        return False
+    if sizes and [len(group.get("params", ())) for group in groups] != [*sizes]:
         return False
     names = dict(zip(keys, order, strict=True))
     held = [(names[key], str(kind), value) for key, own in states.items() for kind, value in own.items()]
