@@ -495,5 +495,7 @@ def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
 def _read_unmarked(storage: Storage, src: str) -> Checkpoint | None:
     """Read a file, or a directory of files, of a format that has neither tags nor a marker."""
     location = Location(src, src, posixpath.basename(src))
+    if storage.is_dir(src) and has_manifest(storage, src):  # a file that identifies the commit may be lost
+        _with_manifest(storage, src)
     unmarked = (f for f in formats_with_tags(tagged=False) if not f.marker)
     return next((found for f in unmarked if (found := f.read(storage, location, raise_at_once))), None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.errors import CkptError
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
 from tests.frameworks import trainer_runs
@@ -81,6 +82,8 @@ def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
     )
     add("export", 2, diverge=True, callback={"export_every": SAVED})
     add("tied", 2, dropout=0.5, tied=True, callback=None)
+    add("fsdp2", 2, plain=False, fsdp2=True)
+    add("zero", 2, plain=False, stage=2)
     add("factored", 2, arguments={"optim": "adafactor"}, fails=True)
     add("cast", 2, callback={"export_every": 1, "export_dtype": "bf16"}, fails=True)
     add("lora", 2, dropout=0.5, peft=True)
@@ -98,6 +101,8 @@ def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
     add("alone-again", 1, dropout=0.5, resume=True)
     add("on-3", 3, callback={"auto_resume": True})
     add("to-fsdp2", 2, fsdp2=True, resume=True)
+    add("from-fsdp2", 2, resume=True)
+    add("from-zero", 3, resume=True)
     add("to-zero", 2, plain=False, stage=2, resume=True)
     add("by-trainer", 2, dropout=0.5, resume=True, callback=None)
     add("from-trainer", 2, dropout=0.5, resume=True)
@@ -130,11 +135,11 @@ def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
 
 RESUMED = {
     "again": "dropout", "alone-again": "alone", "on-3": "plain", "to-fsdp2": "plain", "to-zero": "plain",
-    "by-trainer": "dropout", "from-trainer": "without", "from-tied": "tied",
+    "from-fsdp2": "fsdp2", "from-zero": "zero", "by-trainer": "dropout", "from-trainer": "without", "from-tied": "tied",
     "lora-again": "lora", "lora-by-trainer": "lora", "lora-from-trainer": "lora-without",
 }  # fmt: skip
 """Runs that resume from a save of others."""
-ON_OTHERS = ("on-3", "to-fsdp2", "to-zero")
+ON_OTHERS = ("on-3", "to-fsdp2", "to-zero", "from-fsdp2", "from-zero")
 """Those on other ranks, or under another framework."""
 
 
@@ -146,7 +151,7 @@ def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]
     for name in RESUMED.keys() - {*ON_OTHERS}:
         assert _rest(runs[name]) == _rest(runs[RESUMED[name]]), name
     for name in ON_OTHERS:
-        assert runs[name]["restored"].endswith(f"checkpoint-{SAVED}")
+        assert f"checkpoint-{SAVED}" in runs[name]["restored"]
         assert _rest(runs[name]) == pytest.approx(_rest(runs[RESUMED[name]]), rel=1e-5), name
 
 
@@ -202,6 +207,16 @@ def test_replicas_that_differ_are_named_and_an_export_changes_no_commit(runs: di
     assert ckpttool.verify(folder, deep=True).sound
     written, committed = ((folder / name).stat().st_mtime_ns for name in ("model.safetensors", MANIFEST))
     assert written <= committed, "the weights of a commit were replaced"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "ckpttool_run_state.pt"])
+def test_a_commit_that_lacks_a_file_is_not_opened(runs: dict[str, Any], tmp_path: Path, name: str) -> None:
+    folder = tmp_path / f"checkpoint-{SAVED}"
+    shutil.copytree(runs["plain"]["out"] / "run" / folder.name, folder)
+    (folder / name).unlink()
+    with pytest.raises(CkptError, match=f"{name}: is missing, but the manifest lists it"):
+        ckpttool.inspect(folder)
+    assert not ckpttool.verify(folder).sound
 
 
 def test_what_cannot_be_saved_or_restored_is_refused_by_name(runs: dict[str, Any]) -> None:
