@@ -178,7 +178,8 @@ def run_of_trainer(trainer: Any) -> tuple[Run, int]:
         return run_of(trainer.model_wrapped), int(trainer.model_wrapped.global_steps)
     step = int(trainer.state.global_step)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return run_of(trainer.model_wrapped, optimizer, True, step), step
+    model = trainer.model if is_replicated(trainer) else trainer.model_wrapped  # also without torch's DataParallel
+    return run_of(model, optimizer, True, step), step
 
 
 def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind: type) -> Callable[..., Any]:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
+from ckpttool.model.names import adapter_name
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
 from tests.frameworks import trainer_runs
@@ -69,7 +71,7 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
         rank, number, everyone = KILLS[n]
         point = {"rank": rank, "number": number, "everyone": everyone, "step": STEPS}
         add(f"killed{n}", 2, kill=point, callback={"timeout": 5.0}, fails=True)
-    add("lora", 2, dropout=0.5, peft=True)
+    add("lora", 2, dropout=0.5, peft=True, save_model=str(directory / "lora" / "weights"))
     add("lora-plain", 2, peft=True)
     add("lora-without", 2, dropout=0.5, peft=True, callback=None)
     add("full", 2, state_dicts="FULL_STATE_DICT", fails=True)
@@ -115,6 +117,14 @@ def test_an_adapter_is_resumed_as_a_whole_model_is(runs: dict[str, Any]) -> None
         same = "on-3" not in name and "ddp" not in name
         whole = _rest(runs[source])
         assert _rest(runs[name]) == (whole if same else pytest.approx(whole, rel=1e-5)), name
+
+
+def test_save_model_writes_the_adapter(runs: dict[str, Any]) -> None:
+    held = load_file(runs["lora"]["out"] / "weights" / "adapter_model.safetensors")
+    truth = ckpttool.load_state_dict(runs["lora"]["out"] / "run" / f"checkpoint-{STEPS}")
+    names = {found[1]: name for name in truth if (found := adapter_name(name))}
+    assert held.keys() == names.keys()
+    assert all(torch.equal(held[file], truth[name]) for file, name in names.items())
 
 
 @pytest.mark.parametrize(("name", "alone"), [("plain", "without"), ("lora", "lora-without")], ids=["whole", "adapter"])

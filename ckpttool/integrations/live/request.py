@@ -65,6 +65,7 @@ class Save:
             "overwrite": self.overwrite,
             "exclude_frozen_parameters": self.exclude_frozen,
             "save_latest": self.save_latest,
+            "files": list(self.written.files or ()),
             "rank_state": "missing" if self.rank_state is None else "given",
         }
 
