@@ -97,7 +97,7 @@ class CatalogEntry:
     @property
     def is_native(self) -> bool:
         """Whether the rules count it: a checkpoint of DeepSpeed, or a save of a torch run with a manifest."""
-        return self.stage is not None or (self.committed and self.format == "dcp")
+        return self.stage is not None or (self.committed and self.format in {"dcp", "safetensors"})
 
     @property
     def is_root(self) -> bool:

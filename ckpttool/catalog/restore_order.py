@@ -12,11 +12,11 @@ from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, LayoutError, StorageError
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, LIGHTNING_STATE, METADATA
-from ckpttool.formats.layouts import Place, is_name
+from ckpttool.formats.layouts import WEIGHTS, Place, is_name
 from ckpttool.formats.locate import refuse_part, refuse_several
 from ckpttool.formats.scan import Found, natural_order, pattern_of
 from ckpttool.messages import brief, name_some
-from ckpttool.storage import MANIFEST
+from ckpttool.storage import LATEST, MANIFEST
 from ckpttool.storage.base import MISSING
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def candidates(storage: Storage, root: str) -> list[Found]:
 
 
 def of_folder(storage: Storage, folder: str) -> list[Found]:
-    """Return the checkpoints in the folder of a trainer, best first: the folder itself, if it is one of FSDP2.
+    """Return the checkpoints in the folder of a trainer, best first: the folder itself, if it is one of FSDP2 or DDP.
 
     Raises:
         StorageError: The folder cannot be read.
@@ -178,7 +178,8 @@ def of_folder(storage: Storage, folder: str) -> list[Found]:
     own = Found(storage, *posixpath.split(folder.rstrip("/")))
     names = {entry.name for entry in _entries(storage, folder)}
     committed = MANIFEST in names and own.committed  # also with the marker of a save that died after the commit
-    return [own] if committed or (_is_fsdp2(storage, folder, names) and not own.marked) else candidates(storage, folder)
+    alone = _is_fsdp2(storage, folder, names) or _has_state_files(names)
+    return [own] if committed or (alone and not own.marked) else candidates(storage, folder)
 
 
 def _is_fsdp2(storage: Storage, folder: str, names: set[str]) -> bool:
@@ -186,6 +187,12 @@ def _is_fsdp2(storage: Storage, folder: str, names: set[str]) -> bool:
     pair = {ACCELERATE_MODEL, ACCELERATE_OPTIMIZER}
     whole_pair = pair <= names and all(storage.exists(posixpath.join(folder, name, METADATA)) for name in pair)
     return whole_pair or {METADATA, LIGHTNING_STATE} <= names
+
+
+def _has_state_files(names: set[str]) -> bool:
+    """Return whether a folder has the two files of a whole run, and the file that the framework writes after them."""
+    kinds = (("optimizer.pt", "trainer_state.json"), ("optimizer.bin", "random_states_0.pkl"))
+    return any({*kind} <= names for kind in kinds) and any(map(WEIGHTS.fullmatch, names)) and LATEST not in names
 
 
 def _entries(storage: Storage, root: str) -> list[Entry]:

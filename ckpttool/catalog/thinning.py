@@ -134,10 +134,9 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
             checkpoint = open_whole(storage, checkpoint.location, key=options.key)
     if is_linked(storage, path, checkpoint.location):
         raise PlanError(checkpoint.location, "is reached through a link", "thin the target of the link")
-    if checkpoint.stage is None and not (
-        RUN_STATE in {f.name for f in checkpoint.files} and is_commit(storage, checkpoint.location)
-    ):
-        problem = "is neither a native ZeRO checkpoint nor a save of ckpttool"
+    saved = checkpoint.format == "dcp" and RUN_STATE in {file.name for file in checkpoint.files}
+    if checkpoint.stage is None and not (saved and is_commit(storage, checkpoint.location)):
+        problem = "is neither a native ZeRO checkpoint nor a distributed checkpoint that ckpttool saved"
         raise PlanError(checkpoint.location, problem, "only those are thinned")
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
 

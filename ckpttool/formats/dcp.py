@@ -39,6 +39,7 @@ from ckpttool.model import (
     Topology,
     tensor_number,
 )
+from ckpttool.model.names import full_names
 from ckpttool.model.places import Contiguous, Runs
 from ckpttool.ranges import ByteRange
 
@@ -439,7 +440,7 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
     """Read one state dict from the distributed checkpoints in some directories below a location."""
     entries = StateDict(step=recorded_step(storage, location.directory))
     if kinds is not None:
-        entries.buffers, entries.frozen, entries.grouped = kinds
+        entries.buffers, entries.frozen, entries.grouped = kinds[:3]
     files: list[CheckpointFile] = []
     ranks = 1
     for part in parts:
@@ -468,6 +469,8 @@ def _read(storage: Storage, location: Location, parts: Sequence[str], kinds: Kin
         finally:
             shards.close()
         ranks = max(ranks, len(files) - first)
+    own = full_names(entries.states, entries.weights) if kinds is None else {n: live for live, n in kinds.names.items()}
+    entries.weights = {own.get(name, name): state for name, state in entries.weights.items()}
     if not entries.contained:  # the model's tensors have no common key
         entries.beside = {name: True for name, nested in entries.beside.items() if nested}
     if len(entries.beside) == len(entries.weights):  # under another key than a model's: they look alike

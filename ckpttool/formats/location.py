@@ -24,3 +24,5 @@ class Location(NamedTuple):
     """Whether to accept a checkpoint without files of the optimizer, for the module weights."""
     order: tuple[str, ...] = ()
     """Parameters in the order of the optimizer, for files that number them; empty if it is unknown."""
+    sizes: tuple[int, ...] = ()
+    """Number of parameters of each of its groups; empty if it is unknown."""

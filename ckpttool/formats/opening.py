@@ -148,29 +148,33 @@ LIVE_ORDER = "the optimizer's parameters are numbered, and read in the order of 
 """Remark on a checkpoint that ``in_order`` has read."""
 
 
-def in_order(checkpoint: Checkpoint, order: Sequence[str]) -> Checkpoint:
+def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] = ()) -> Checkpoint:
     """Read files that number the optimizer's parameters again, with the order of the optimizer.
 
     Args:
         checkpoint: A checkpoint of any format; returned as it is if it needs no order.
         order: Parameters in the order of the optimizer.
+        sizes: Number of parameters of each of its groups, if they are known.
 
     Raises:
         PlanError: The files number other parameters than the optimizer has.
         CkptError: A file cannot be read.
     """
     from ckpttool.formats.rank_files import ORDER, read_rank_files
+    from ckpttool.formats.state_files import read_state_files
+    from ckpttool.formats.weights import UNREAD
     from ckpttool.formats.zero.reader import read_zero
     from ckpttool.formats.zero.stage0 import SEVERAL_ORDERS
 
     of_ranks = checkpoint.format == "rank files"
-    if not (of_ranks and checkpoint.left_out) and not {ORDER, SEVERAL_ORDERS}.intersection(checkpoint.remarks):
+    whole = any(remark.endswith(UNREAD) for remark in checkpoint.remarks)
+    if not (of_ranks and checkpoint.left_out) and not ({ORDER, SEVERAL_ORDERS} & {*checkpoint.remarks} or whole):
         return checkpoint
     where = (checkpoint.root, checkpoint.location, checkpoint.tag)
-    location = Location(*where, trust_names=True, order=tuple(order))  # the files were opened before
-    read = read_rank_files if of_ranks else read_zero
+    location = Location(*where, trust_names=True, order=tuple(order), sizes=tuple(sizes))  # opened before
+    read = read_rank_files if of_ranks else read_state_files if whole else read_zero
     found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
-    if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks):
+    if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks) or (whole and found is checkpoint):
         problem = (
             f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"
         )
@@ -491,5 +495,7 @@ def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
 def _read_unmarked(storage: Storage, src: str) -> Checkpoint | None:
     """Read a file, or a directory of files, of a format that has neither tags nor a marker."""
     location = Location(src, src, posixpath.basename(src))
+    if storage.is_dir(src) and has_manifest(storage, src):  # a file that identifies the commit may be lost
+        _with_manifest(storage, src)
     unmarked = (f for f in formats_with_tags(tagged=False) if not f.marker)
     return next((found for f in unmarked if (found := f.read(storage, location, raise_at_once))), None)

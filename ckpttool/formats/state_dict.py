@@ -12,6 +12,7 @@ import contextlib
 import posixpath
 import re
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.dtypes import DTYPES
@@ -51,6 +52,8 @@ class Kinds(NamedTuple):
     frozen: frozenset[str]
     groups: Sequence[Sequence[str]] | None
     """The parameters of each group of the optimizer, in order; None if the save did not record them."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """The stored name of each parameter and buffer whose name in the model differs."""
 
 
 @dataclass(slots=True, eq=False)

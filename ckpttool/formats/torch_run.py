@@ -1,4 +1,4 @@
-"""Saves of torch runs -> Checkpoint: a distributed checkpoint in the directory of a tag, and the state of the run.
+"""Saves of torch runs -> Checkpoint: a distributed checkpoint, or two files of a framework, and the state of the run.
 
 RUN_STATE has the state beside the tensors: client state, schedulers, the states of other objects that are the same on
 all ranks, and the names of buffers and frozen parameters. The files of the ranks have their own states.
@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpttool.commit.manifest import read_manifest
+from ckpttool.errors import LayoutError
 from ckpttool.formats.dcp import ACCELERATE_MODEL, METADATA, THIN_METADATA, read_dcp, read_dcp_pair
-from ckpttool.formats.fields import Fields
+from ckpttool.formats.fields import RESTORE, Fields
 from ckpttool.formats.state_dict import Kinds
+from ckpttool.formats.state_files import read_state_files
 from ckpttool.formats.thin import embedded_in, names_in, read_state, with_kinds
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.model import Topology
@@ -30,13 +32,15 @@ OF_EACH_RANK = "a state of each rank"
 """In ``Checkpoint.data_states``, in place of a state that the file of each rank has."""
 READERS = ((read_dcp, ""), (read_dcp_pair, ACCELERATE_MODEL))
 """Readers of distributed checkpoints, with the directory of the model's metadata."""
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+"""Files by which ``read_state_files`` knows its own."""
 
 
 def read_torch_run(storage: Storage, location: Location, report: Report) -> Checkpoint | None:
     """Read the layout of a save of a torch run, without tensor bytes.
 
     Returns:
-        The layout; None if the directory has no distributed checkpoint.
+        The layout; None if the directory has neither a distributed checkpoint nor the two files of a framework.
 
     Raises:
         CkptError: The checkpoint is damaged.
@@ -53,14 +57,21 @@ def read_run(storage: Storage, location: Location, report: Report, metadata: str
     """
     directory = location.directory
     read = next((one for one, part in READERS if storage.exists(posixpath.join(directory, part, metadata))), None)
-    if read is None:
+    if read is None and not any(storage.exists(posixpath.join(directory, name)) for name in OPTIMIZERS):
         return None
     torch, file = read_state(storage, directory, RUN_STATE)
     fields = Fields(posixpath.join(directory, RUN_STATE), "", torch.root)
     recorded = fields.optional("groups", list)
     groups = None if recorded is None else [[*map(str, one)] for one in recorded if isinstance(one, list)]
-    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups)
-    found = read(storage, location, report, kinds, metadata)
+    names = {str(name): str(stored) for name, stored in (fields.optional("names", dict) or {}).items()}
+    kinds = Kinds(frozenset(names_in(fields, "buffers")), frozenset(names_in(fields, "frozen")), groups, names)
+    found = (
+        read_state_files(storage, location, report, kinds)
+        if read is None
+        else read(storage, location, report, kinds, metadata)
+    )
+    if found is None:
+        raise LayoutError(directory, "has no weights beside its optimizer", RESTORE)
     if metadata == THIN_METADATA:
         found = replace(with_kinds(found, names_in(fields, "buffers"), kinds.frozen), format="thin", thin=True)
     return replace(

@@ -70,10 +70,13 @@ KINDS = (
     WeightsKind("torch", ("pytorch_model", "adapter_model"), (".bin",)),
 )
 
-_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
 """Names of the files in which Accelerate and the Trainer save the states of an optimizer by ``torch.save``.
 
 Source: accelerate 1.15, utils/constants.py (``OPTIMIZER_NAME``); transformers 5.23, trainer.py (``OPTIMIZER_NAME``)."""
+
+UNREAD = "left out: the states of the optimizer, as the Trainer or Accelerate saves them whole"
+"""End of a remark on an optimizer that numbers its parameters: ``state_files`` reads it in the order of a live one."""
 
 
 def find_weights(storage: Storage, src: str) -> tuple[WeightsKind, list[str]] | None:
@@ -167,12 +170,9 @@ def read_weights(storage: Storage, location: Location, _report: Report) -> Check
     is_dir = storage.is_dir(location.directory)
     directory = location.directory if is_dir else parent(location.directory)
     beside = [e.name for e in storage.listing(directory) if not e.is_dir] if is_dir else []
-    found = _read_files(storage, Location(directory, directory, location.tag), *selection, find_optimizer(beside))
-    unread = [name for name in beside if _OPTIMIZER.fullmatch(name)]
-    remark = (
-        f"{name_some(unread)}: left out: the states of the optimizer, as the Trainer or Accelerate saves them whole"
-    )
-    return replace(found, remarks=(*found.remarks, remark)) if unread else found
+    found = read_files(storage, Location(directory, directory, location.tag), *selection, find_optimizer(beside))
+    unread = [name for name in beside if OPTIMIZER.fullmatch(name)]
+    return replace(found, remarks=(*found.remarks, f"{name_some(unread)}: {UNREAD}")) if unread else found
 
 
 def read_safetensors(storage: Storage, location: Location, names: Sequence[str]) -> Checkpoint:
@@ -181,13 +181,17 @@ def read_safetensors(storage: Storage, location: Location, names: Sequence[str])
     Raises:
         CkptError: A file is missing or damaged, or two files contain the same tensor.
     """
-    return _read_files(storage, location, KINDS[0], names, None)
+    return read_files(storage, location, KINDS[0], names, None)
 
 
-def _read_files(
+def read_files(
     storage: Storage, location: Location, kind: WeightsKind, names: Sequence[str], first_part: str | None
 ) -> Checkpoint:
-    """Read weight files, and the optimizer states beside them: ``first_part`` is the name of their first file."""
+    """Read weight files, and the optimizer states beside them: ``first_part`` is the name of their first file.
+
+    Raises:
+        CkptError: A file is missing or damaged, or two files contain the same tensor.
+    """
     files: list[CheckpointFile] = []
     states: dict[str, State] = {}
     owner: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Committed checkpoints for Accelerate with DeepSpeed or FSDP2: one line after ``Accelerator(...)``.
+"""Committed checkpoints for Accelerate with DeepSpeed, FSDP2 or DDP: one line after ``Accelerator(...)``.
 
     from ckpttool.integrations.accelerate import prepare
 
@@ -41,13 +41,16 @@ from ckpttool.integrations.live.folders import (
     set_rng_of,
     was_within_epoch,
 )
+from ckpttool.integrations.live.request import DISTRIBUTED, Written
 from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
+from ckpttool.integrations.torch.live import unwrapped
+from ckpttool.model.names import plain_name
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import absolute_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.live.run import Run
@@ -58,6 +61,11 @@ PARAMETERS = {
     "load_state": ["self", "input_dir", "load_kwargs"],
 }
 """First parameters of the methods of ``Accelerator`` that ckpttool replaces."""
+STATE_PARAMETERS = {
+    "save_accelerator_state": ["output_dir", "model_states", "optimizers"],
+    "load_accelerator_state": ["input_dir", "models", "optimizers"],
+}
+"""First parameters of its functions that ckpttool replaces."""
 TAG = "pytorch_model"
 """Name of DeepSpeed's directory in the folder."""
 RANDOM = "random_states_{}.pkl"
@@ -114,16 +122,17 @@ class AcceleratorSaves:
             rotate(saves.storage, posixpath.dirname(self._folder), limit, keep={name}, grace=self._grace)
 
     def _model(self) -> Any:
-        """Return the DeepSpeed engine, or the model under FSDP2.
+        """Return the DeepSpeed engine, or the model under FSDP2 or DDP.
 
         Raises:
             PlanError: There is none, or several.
         """
         models = self._accelerator._models
-        fitting = [model for model in models if _is_fsdp2(self._accelerator) or is_engine(model)]
+        fitting = [model for model in models if _uses(self._accelerator) != "DeepSpeed" or is_engine(model)]
         if len(fitting) != 1 or len(models) != 1:
-            problem = f"holds {len(models)} models, {len(fitting)} of them with DeepSpeed or FSDP2"
-            raise PlanError("Accelerator", problem, "prepare one model with DeepSpeed or FSDP2 before a save or load")
+            uses = _uses(self._accelerator)
+            problem = f"holds {len(models)} models, {len(fitting)} of them with {uses}"
+            raise PlanError("Accelerator", problem, f"prepare one model with {uses} before a save or load")
         return fitting[0]
 
     def _run(self, model: Any) -> tuple[Run, int]:
@@ -165,8 +174,8 @@ class AcceleratorSaves:
             output_dir: As for Accelerate, or a URL.
             safe_serialization: As for Accelerate.
             metrics: Numbers for the manifest, and for Ray Train.
-            options: Options of ``engine.save_checkpoint``: ``client_state``, ``exclude_frozen_parameters``. FSDP2 has
-                the same.
+            options: Options of ``engine.save_checkpoint``: ``client_state``, ``exclude_frozen_parameters``. FSDP2 and
+                DDP have the same.
 
         Returns:
             The folder.
@@ -182,6 +191,9 @@ class AcceleratorSaves:
             raise ArgumentError("output_dir", "is missing, and automatic_checkpoint_naming is off", "pass a folder")
         else:
             folder = absolute_path(checked_path("output_dir", output_dir))
+        if not safe_serialization and _uses(accelerator) == "DDP":
+            problem = "is False, but the weights are saved as safetensors"
+            raise ArgumentError("safe_serialization", problem, "leave it out")
         saves = self._folders.at(folder)
         saves.wait()
         given: dict[str, Any] = {}
@@ -194,7 +206,12 @@ class AcceleratorSaves:
                 without_state = replaced(model, save_checkpoint=save_engine)
             else:
                 given.update(options)
-                without_state = replaced(accelerator_module, save_fsdp_model=nothing, save_fsdp_optimizer=nothing)
+                without_state = replaced(
+                    accelerator_module,
+                    save_fsdp_model=nothing,
+                    save_fsdp_optimizer=nothing,
+                    save_accelerator_state=_without_state(accelerator_module.save_accelerator_state, accelerator),
+                )
             with without_state, replaced(config, automatic_checkpoint_naming=False):
                 self._save_state(scratch, safe_serialization=safe_serialization, **options)
             files = read_files(scratch)
@@ -215,6 +232,7 @@ class AcceleratorSaves:
             within_epoch=_is_within_epoch(accelerator),
             exclude_frozen=bool(given.get("exclude_frozen_parameters")),
             hidden=() if accelerator.is_main_process else [name for name in files if name != own],
+            written=_written(accelerator, model),
         )
         return folder
 
@@ -285,15 +303,23 @@ class AcceleratorSaves:
                 with replaced(model, load_checkpoint=load_natively):  # the restore may call it
                     reports.append(saves.restore(run_of(model), checkpoint, strict=load_module_strict))
 
-            def load_fsdp(*_: Any, **__: Any) -> None:
+            def load_run(*_: Any, **__: Any) -> None:
                 reports.append(saves.restore(self._run(model)[0], checkpoint))
 
             if is_engine(model):
                 load_natively = model.load_checkpoint
                 with_state = replaced(model, load_checkpoint=load_engine)
             else:
-                with_state = replaced(accelerator_module, load_fsdp_model=load_fsdp, load_fsdp_optimizer=nothing)
+                load_rest = _without_state(accelerator_module.load_accelerator_state, accelerator)
+                with_state = replaced(
+                    accelerator_module,
+                    load_fsdp_model=load_run,
+                    load_fsdp_optimizer=nothing,
+                    load_accelerator_state=load_rest,
+                )
             with with_state:
+                if _uses(accelerator) == "DDP":
+                    load_run()
                 self._load_state(directory, load_kwargs, **options)
         (report,) = reports
         self.restored = report
@@ -338,7 +364,8 @@ def prepare(
     """Let ``save_state`` and ``load_state`` of an accelerator save commits, and load on any number of ranks.
 
     Args:
-        accelerator: ``accelerate.Accelerator`` with DeepSpeed, or with FSDP2 and sharded state dicts.
+        accelerator: ``accelerate.Accelerator`` with DeepSpeed, with FSDP2 and sharded state dicts, or with DDP or one
+            process.
         root: With ``automatic_checkpoint_naming``, directory or URL of the folders. Default: in a worker of Ray Train
             the directory of the run, else ``checkpoints`` in the project's directory.
         async_save: Return from ``save_state`` after the state is copied to host memory, and write in the background.
@@ -351,17 +378,18 @@ def prepare(
             see ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
     Raises:
-        PlanError: This release of Accelerate has other methods, or the accelerator uses neither DeepSpeed nor FSDP2 or
-            was prepared before.
+        PlanError: This release of Accelerate has other methods, or the accelerator uses neither DeepSpeed, FSDP2 nor
+            DDP, or was prepared before.
     """
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
     if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
         raise PlanError("Accelerator", "was prepared before", "use the return values of the first prepare")
-    if accelerator.distributed_type != accelerate.DistributedType.DEEPSPEED and not _is_fsdp2(accelerator):
+    check_signatures(accelerator_module, STATE_PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
+    if not _uses(accelerator):
         hint = "pass it a deepspeed_plugin, or an fsdp_plugin with fsdp_version=2, or leave prepare out"
-        raise PlanError("Accelerator", "does not use DeepSpeed or FSDP2", hint)
-    if _is_fsdp2(accelerator) and "SHARDED" not in str(accelerator.state.fsdp_plugin.state_dict_type):
+        raise PlanError("Accelerator", "does not use DeepSpeed, FSDP2 or DDP", hint)
+    if _uses(accelerator) == "FSDP2" and "SHARDED" not in str(accelerator.state.fsdp_plugin.state_dict_type):
         problem = f"has fsdp_plugin.state_dict_type {accelerator.state.fsdp_plugin.state_dict_type}"
         raise PlanError("Accelerator", problem, 'pass state_dict_type="SHARDED_STATE_DICT" to the plugin')
     saves = AcceleratorSaves(
@@ -378,8 +406,34 @@ def prepare(
     return saves
 
 
-def _is_fsdp2(accelerator: Any) -> bool:
-    return bool(getattr(accelerator, "is_fsdp2", False))  # Accelerate 1.6 and later have it
+def _uses(accelerator: Any) -> str:
+    """Return "DeepSpeed", "FSDP2" or "DDP", which stands for one process too; "" for anything else."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind == "DEEPSPEED":
+        return "DeepSpeed"
+    if getattr(accelerator, "is_fsdp2", False):  # Accelerate 1.6 and later have it
+        return "FSDP2"
+    return "DDP" if kind == "NO" or kind.startswith("MULTI_") else ""
+
+
+def _without_state(original: Callable[..., Any], accelerator: Any) -> Callable[..., Any]:
+    """Return a function of Accelerate that saves or loads all but the models and the optimizers, under DDP."""
+
+    def rest(directory: Any, models: Any, optimizers: Any, *others: Any, **options: Any) -> Any:
+        if _uses(accelerator) == "DDP":
+            models, optimizers = [], []
+        return original(directory, models, optimizers, *others, **options)
+
+    return rest
+
+
+def _written(accelerator: Any, model: Any) -> Written:
+    """Return how Accelerate itself writes the model and the optimizer: under DDP by the names of the wrapped model."""
+    if _uses(accelerator) != "DDP":
+        return DISTRIBUTED
+    names = dict(zip(map(plain_name, unwrapped(model).state_dict()), model.state_dict(), strict=True))
+    wrapped = any(name != own for name, own in names.items())
+    return Written(("model.safetensors", "optimizer.bin"), names if wrapped else None)
 
 
 def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:

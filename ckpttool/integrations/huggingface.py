@@ -1,4 +1,4 @@
-"""Committed checkpoints for the Hugging Face Trainer with DeepSpeed or FSDP2: one line in a training script.
+"""Committed checkpoints for the Hugging Face Trainer with DeepSpeed, FSDP2 or DDP: one line in a training script.
 
     from ckpttool.integrations.huggingface import CkptCallback
 
@@ -52,6 +52,7 @@ from ckpttool.integrations.live.folders import (
     set_rng_of,
     show_log,
 )
+from ckpttool.integrations.live.request import Written
 from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import (
     check_signatures,
@@ -61,6 +62,7 @@ from ckpttool.integrations.patches import (
     replaced,
     scratch_directory,
 )
+from ckpttool.model.names import plain_name
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, absolute_path, is_url
 
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
 
 
-STATE = "trainer_state.json"
+STATE, OPTIMIZER = "trainer_state.json", "optimizer.pt"
 LOADER: ContextVar[Callable[[str, bool], None] | None] = ContextVar("LOADER", default=None)
 """Loads a checkpoint in place of DeepSpeed or Accelerate, while a Trainer with a ``CkptCallback`` trains."""
 PARAMETERS = {
@@ -81,6 +83,9 @@ PARAMETERS = {
     "_save_checkpoint": ["self", "model", "trial"],
     "save_model": ["self", "output_dir", "_internal_call"],
     "_load_rng_state": ["self", "checkpoint"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_load_best_model": ["self"],
     "_save": ["self", "output_dir", "state_dict"],
     "_get_output_dir": ["self", "trial"],
     "_push_from_checkpoint": ["self", "checkpoint_folder"],
@@ -161,13 +166,20 @@ def is_sharded(trainer: Any) -> bool:
     return getattr(plugin, "fsdp_version", 1) == 2 and "SHARDED" in str(getattr(plugin, "state_dict_type", ""))
 
 
+def is_replicated(trainer: Any) -> bool:
+    """Return whether every rank has the whole model: under DDP, or in one process."""
+    kind = str(trainer.accelerator.distributed_type).rpartition(".")[2]
+    return kind == "NO" or kind.startswith("MULTI_")
+
+
 def run_of_trainer(trainer: Any) -> tuple[Run, int]:
     """Return the run of a Trainer, and its steps."""
     if trainer.is_deepspeed_enabled:
         return run_of(trainer.model_wrapped), int(trainer.model_wrapped.global_steps)
     step = int(trainer.state.global_step)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    return run_of(trainer.model_wrapped, optimizer, True, step), step
+    model = trainer.model if is_replicated(trainer) else trainer.model_wrapped  # also without torch's DataParallel
+    return run_of(model, optimizer, True, step), step
 
 
 def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind: type) -> Callable[..., Any]:
@@ -176,16 +188,13 @@ def _dispatching(original: Callable[..., Any], handler: Callable[..., Any], kind
         callback = next((one for one in self.callback_handler.callbacks if isinstance(one, kind)), None)
         if callback is None:
             return original(self, *args, **kwargs)
-        if not self.is_deepspeed_enabled and not is_sharded(self):
-            problem = "is added to a Trainer without DeepSpeed and without FSDP2 with sharded state dicts"
+        if not (self.is_deepspeed_enabled or is_sharded(self) or is_replicated(self)):
+            problem = "is added to a Trainer with FSDP, but not with FSDP2 and sharded state dicts"
             hint = (
                 'pass deepspeed= or fsdp="full_shard" with fsdp_config={"fsdp_version": 2, "state_dict_type": '
                 '"SHARDED_STATE_DICT"} to TrainingArguments, or remove the callback'
             )
             raise PlanError(kind.__name__, problem, hint)
-        if not self.is_deepspeed_enabled and is_adapter(self):
-            problem = "does not save an adapter of PEFT under FSDP2"
-            raise PlanError(kind.__name__, problem, "train it with DeepSpeed, or remove the callback")
         return handler(callback, self, functools.partial(original, self), *args, **kwargs)
 
     return method
@@ -213,11 +222,12 @@ def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, n
     if best is not None and best != name:  # the Trainer looks for the best checkpoint beside the one that it writes
         os.utime(make_folder(scratch, best), (0, 0))  # and may remove the older one of them
     make_folder(scratch, name)
-    without_state = (
-        replaced(trainer.model_wrapped, save_checkpoint=save_engine)
-        if trainer.is_deepspeed_enabled
-        else replaced(trainer_module, save_fsdp_model=nothing, save_fsdp_optimizer=nothing)
-    )
+    if trainer.is_deepspeed_enabled:
+        without_state = replaced(trainer.model_wrapped, save_checkpoint=save_engine)
+    elif is_replicated(trainer):
+        without_state = replaced(trainer.optimizer, state_dict=dict)
+    else:
+        without_state = replaced(trainer_module, save_fsdp_model=nothing, save_fsdp_optimizer=nothing)
     with (
         replaced(
             trainer,
@@ -228,6 +238,7 @@ def write_small_files(trainer: Any, save: Callable[[], None], scratch: str, *, n
         without_state,
     ):
         save()
+    remove_files(os.path.join(scratch, name), OPTIMIZER.__eq__)
     if (state.best_model_checkpoint or "").startswith(scratch):
         state.best_model_checkpoint = os.path.join(run, os.path.basename(state.best_model_checkpoint))
         path = os.path.join(scratch, name, STATE)
@@ -320,6 +331,26 @@ def is_adapter(trainer: Any) -> bool:
     return bool(trainer_module._is_peft_model(trainer.model))
 
 
+def names_of_adapter(model: Any) -> dict[str, str]:
+    """Return the names that PEFT gives to the weights of the active adapter, by their names in the model.
+
+    Raises:
+        PlanError: The adapter has tensors that are not in the model, or several adapters are active.
+
+    Source: peft 0.21, utils/save_and_load.py (``get_peft_model_state_dict``).
+    """
+    from peft import get_peft_model_state_dict
+
+    places = {name: torch.empty(0) for name in model.state_dict()}
+    names = {id(place): name for name, place in places.items()}
+    active = model.active_adapters
+    found = get_peft_model_state_dict(model, state_dict=places, adapter_name=active[0]) if len(active) == 1 else {}
+    if not found or any(id(place) not in names for place in found.values()):
+        problem = "is of a kind that cannot be saved, or several adapters are active"
+        raise PlanError("the adapter of PEFT", problem, "train one adapter of LoRA, or remove the callback")
+    return {plain_name(names[id(place)]): name for name, place in found.items()}
+
+
 LOG = logging.getLogger(__name__)
 
 
@@ -350,7 +381,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         export_every: Write the weights of checkpoints whose step is a multiple of this as a Hugging Face folder, in
             the background. With ``push_to_hub`` each checkpoint that is pushed is exported.
         export_to: Directory or URL of the exports: ``EXPORT_TO/checkpoint-N``. Default: the checkpoint's own folder on
-            disk; for a bucket, "export" below ``root``.
+            disk, which under DDP has the weights anyway; for a bucket, "export" below ``root``.
         export_dtype: "fp32", "bf16" or "fp16"; default: the type that the engine computes in.
         timeout: Seconds that a rank may lag before a save fails.
         grace: Seconds after which the folder of a killed save is removed, counted from the newest of its files.
@@ -474,6 +505,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             metrics=logged_numbers(state),
             exclude_frozen=frozen,
             before=before,
+            written=_written(trainer),
         )
         self._current = folder, step
 
@@ -511,6 +543,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             out = posixpath.join(self._export_to, name)
         elif is_remote:
             out = posixpath.join(posixpath.dirname(folder), "export", name)
+        if out is None and is_replicated(trainer):  # the checkpoint itself has the weights
+            return functools.partial(trainer._push_from_checkpoint, folder) if pushes else lambda: None
 
         def start() -> None:
             if self._exporter is None:
@@ -592,6 +626,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if is_url(trainer.args.output_dir):
             problem = f"is {trainer.args.output_dir}, but the Trainer writes to local disk"
             raise ArgumentError("output_dir", problem, "pass a local directory, and the URL to CkptCallback")
+        remote = self._root is not None and is_url(self._root)
+        if self._export_dtype and self._export_to is None and is_replicated(trainer) and not remote:
+            problem = "is missing: under DDP the checkpoint itself has the weights, in their own type"
+            raise ArgumentError("export_to", problem, "pass a directory, or leave export_dtype out")
         saves, given = self._folders(trainer), resume_from_checkpoint
         found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given))
         if given is True and not found:
@@ -619,6 +657,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     if is_sharded(trainer):  # by which the Trainer knows a checkpoint of FSDP
                         make_folder(directory, ACCELERATE_MODEL)
                         make_folder(directory, ACCELERATE_OPTIMIZER)
+                    elif is_replicated(trainer):  # without which it does not load the scheduler
+                        torch.save({}, os.path.join(directory, OPTIMIZER))
                     self._resume = _Resume(checkpoint, directory, best)
                     return run(directory)
                 except (PlanError, LinkError, RankError):
@@ -663,8 +703,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         return found
 
     def _load(self, trainer: Any, saves: Folders, path: str, strict: bool) -> None:
-        """Load a checkpoint where the Trainer calls ``deepspeed_load_checkpoint`` or ``load_fsdp_model``."""
+        """Load a checkpoint where the Trainer loads an engine, a model under FSDP2, or under DDP an optimizer."""
         resume, (run, _) = self._resume, run_of_trainer(trainer)
+        strict = strict and not is_adapter(trainer)  # whose base model is not saved
         if resume is not None and path == resume.directory:
             try:
                 resume.report = self.restored = saves.restore(run, resume.checkpoint, strict=strict)
@@ -684,6 +725,27 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         saves.restore(run, saves.open(found[0]), strict=strict, weights_only=True)
         self._current = folder, run_of_trainer(trainer)[1]
 
+    def load_weights(self, trainer: Any, original: Callable[..., None], checkpoint: str, model: Any = None) -> None:
+        """Load a model as ``Trainer._load_from_checkpoint``; under DDP the optimizer's load fills the weights too."""
+        if not is_replicated(trainer) or self._resume is None or checkpoint != self._resume.directory:
+            original(checkpoint, model)
+
+    def load_optimizer(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:
+        """Load the scheduler as ``Trainer._load_optimizer_and_scheduler``; under DDP the whole run from a commit."""
+        if not is_replicated(trainer) or checkpoint is None:
+            original(checkpoint)
+            return
+        self._load(trainer, self._folders(trainer), checkpoint, True)
+        with replaced(trainer.optimizer, load_state_dict=nothing):
+            original(checkpoint)
+
+    def load_best(self, trainer: Any, original: Callable[[], None]) -> None:
+        """Load the best model as ``Trainer._load_best_model``."""
+        if not is_replicated(trainer):
+            original()
+            return
+        self._load(trainer, self._folders(trainer), trainer.state.best_model_checkpoint, True)
+
     def load_rng_state(self, trainer: Any, original: Callable[..., None], checkpoint: str | None) -> None:
         """Restore the random number generators, as ``Trainer._load_rng_state``, on any number of ranks."""
         original(checkpoint)
@@ -692,6 +754,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             return
         if not set_rng_of(resume.report) and resume.report.source.world_size != trainer.args.world_size:
             LOG.warning("%s has no random number states for other ranks: they start again", resume.report.path)
+
+
+def _written(trainer: Any) -> Written:
+    """Return how the Trainer itself writes the model and the optimizer."""
+    names = names_of_adapter(trainer.model) if is_adapter(trainer) and not trainer.is_deepspeed_enabled else None
+    weights = "model.safetensors" if names is None else "adapter_model.safetensors"
+    return Written((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
 
 
 def _given_folder(saves: Folders, given: str, output_dir: str) -> str:
@@ -718,12 +787,15 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "_save_checkpoint": CkptCallback.save_checkpoint,
     "save_model": CkptCallback.save_model,
     "_load_rng_state": CkptCallback.load_rng_state,
+    "_load_from_checkpoint": CkptCallback.load_weights,
+    "_load_optimizer_and_scheduler": CkptCallback.load_optimizer,
+    "_load_best_model": CkptCallback.load_best,
 }
 """Methods of ``transformers.Trainer`` that a callback takes over."""
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed or FSDP2.
+    """Run a training script with a ``CkptCallback`` in each Trainer that uses DeepSpeed, FSDP2 or DDP.
 
     Args:
         arguments: The script and its arguments.
@@ -739,7 +811,7 @@ def run_script(arguments: list[str]) -> None:
     def create_with_callback(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
         given = any(isinstance(one, CkptCallback) for one in self.callback_handler.callbacks)
-        if (self.is_deepspeed_enabled or is_sharded(self)) and not given:
+        if (self.is_deepspeed_enabled or is_sharded(self) or is_replicated(self)) and not given:
             self.add_callback(CkptCallback(auto_resume=True))
 
     transformers.Trainer.__init__ = create_with_callback

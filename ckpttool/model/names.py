@@ -14,6 +14,23 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
 PREFIX = "module."
 """Prefix of all names in the state dict of DDP."""
+TUNERS = (
+    "lora_",
+    "ia3_",
+    "hada_",
+    "lokr_",
+    "vera_",
+    "oft_",
+    "boft_",
+    "hra_",
+    "bone_",
+    "fourierft_",
+    "randlora_",
+    "road_",
+)
+"""Name prefixes of an adapter's tensors in a layer; the adapter's name follows."""
+SAVED = "modules_to_save"
+"""Name of a layer trained whole and saved with the adapter; the adapter's name follows."""
 
 
 def plain_name(name: str) -> str:
@@ -68,3 +85,25 @@ def _renamed(checkpoint: Checkpoint, found: Mapping[str, str]) -> Checkpoint:
         unsharded=frozenset(of(checkpoint.unsharded)),
         beside=frozenset(of(checkpoint.beside)),
     )
+
+
+def adapter_name(name: str) -> tuple[str, str] | None:
+    """Return (adapter, tensor name in its file) of a parameter; None if it belongs to no adapter."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.startswith(TUNERS):
+            return parts[i + 1], ".".join(parts[: i + 1] + parts[i + 2 :])
+        if part == SAVED:
+            return parts[i + 1], ".".join(parts[:i] + parts[i + 2 :])
+    return None
+
+
+def full_names(trained: Collection[str], stored: Collection[str]) -> dict[str, str]:
+    """Return the name in the model of each stored weight of an adapter, whose file leaves out the adapter's name.
+
+    Args:
+        trained: Names of parameters in the model.
+        stored: Names of weights in the file.
+    """
+    names = {found[1]: name for name in trained if name not in stored and (found := adapter_name(name))}
+    return {name: full for name, full in names.items() if name in stored}

@@ -124,6 +124,34 @@ class PlainFile:
 
 
 @dataclass(slots=True)
+class JoinedFile:
+    """A file with several payloads, one after another."""
+
+    name: str
+    payloads: Sequence[Payload]
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(payload.nbytes for payload in self.payloads)
+
+    @property
+    def checksums(self) -> Checksums:
+        """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed)
+
+    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
+        """Yield all bytes of the file, in order."""
+        starts = accumulate((payload.nbytes for payload in self.payloads), initial=0)
+        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [*zip(starts, self.payloads, strict=False)])
+        self._hashed = []
+        for payload, own in zip(self.payloads, hashed, strict=True):
+            yield from _pieces(payload)
+            self._hashed += own
+
+
+@dataclass(slots=True)
 class ArchiveFile:
     """A file for ``torch.load``.
 

@@ -13,6 +13,7 @@ from ckpttool.dtypes import DTYPES, SHORT_NAMES, castable, itemsize
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
+from ckpttool.model.names import adapter_name
 from ckpttool.model.selection import GLOBS, matcher
 from ckpttool.plan import COPY, TargetFile
 
@@ -172,23 +173,6 @@ def index_file(
     return TargetFile(name, len(data), ((0, data),), np.zeros(0, dtype=COPY))
 
 
-TUNERS = (
-    "lora_",
-    "ia3_",
-    "hada_",
-    "lokr_",
-    "vera_",
-    "oft_",
-    "boft_",
-    "hra_",
-    "bone_",
-    "fourierft_",
-    "randlora_",
-    "road_",
-)
-"""Name prefixes of an adapter's tensors in a layer; the adapter's name follows."""
-SAVED = "modules_to_save"
-"""Name of a layer trained whole and saved with the adapter; the adapter's name follows."""
 STEM = "adapter_model"
 """File name, without its suffix."""
 CONFIG = "adapter_config.json"
@@ -221,17 +205,6 @@ def select_adapter(checkpoint: Checkpoint, *, source: str, dtype: str) -> Weight
         checkpoint, source=source, dtype=dtype, include=(), exclude=(), exclude_frozen=False, only=frozenset(names)
     )
     return WeightSelection(tuple(w.renamed(names[w.name][1]) for w in chosen.weights), {})
-
-
-def adapter_name(name: str) -> tuple[str, str] | None:
-    """Return (adapter, tensor name in its file) of a parameter; None if it belongs to no adapter."""
-    parts = name.split(".")
-    for i, part in enumerate(parts[:-1]):
-        if part.startswith(TUNERS):
-            return parts[i + 1], ".".join(parts[: i + 1] + parts[i + 2 :])
-        if part == SAVED:
-            return parts[i + 1], ".".join(parts[:i] + parts[i + 2 :])
-    return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

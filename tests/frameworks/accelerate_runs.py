@@ -61,7 +61,9 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         "zero_optimization": {"stage": job["stage"], "stage3_param_persistence_threshold": 10},
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    sharded = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)} if not job.get("fsdp2") else _fsdp2()
+    sharded = _fsdp2() if job.get("fsdp2") else {"cpu": True}
+    if not job.get("fsdp2") and not job.get("ddp"):
+        sharded = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
     naming = {"automatic_checkpoint_naming": True, "total_limit": 2} if job.get("automatic") else {}
     accelerator = Accelerator(
         **sharded,
@@ -114,7 +116,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
                 note_loss(job, progress.step, losses[str(progress.step)])
             rates[str(progress.step)] = scheduler.get_last_lr()[0]
             if progress.step % job.get("every", SAVED) == 0:
-                accelerator.save_state(job.get("folder", "").format(progress.step) or None)
+                pickled = {"safe_serialization": False} if job.get("safe") is False else {}
+                accelerator.save_state(job.get("folder", "").format(progress.step) or None, **pickled)
             if progress.step == steps:
                 break
     if saves is not None:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
+from ckpttool.model.names import adapter_name
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
 from tests.frameworks import trainer_runs
@@ -31,6 +33,13 @@ BEST = {
     "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2, "eval_strategy": "steps",
     "eval_steps": 1, "lr_scheduler_type": "constant",
 }  # fmt: skip
+
+
+ADAPTERS = {
+    "lora-again": "lora", "lora-by-trainer": "lora", "lora-from-trainer": "lora-without", "lora-on-3": "lora-plain",
+    "lora-to-ddp": "lora-plain",
+}  # fmt: skip
+"""Runs of an adapter of PEFT that resume from a save of others."""
 
 
 def _flip(folder: Path) -> None:
@@ -62,15 +71,26 @@ def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
         rank, number, everyone = KILLS[n]
         point = {"rank": rank, "number": number, "everyone": everyone, "step": STEPS}
         add(f"killed{n}", 2, kill=point, callback={"timeout": 5.0}, fails=True)
-    add("ddp", 2, fsdp2=False, plain=True, fails=True)
+    add("lora", 2, dropout=0.5, peft=True, save_model=str(directory / "lora" / "weights"))
+    add("lora-plain", 2, peft=True)
+    add("lora-without", 2, dropout=0.5, peft=True, callback=None)
+    add("full", 2, state_dicts="FULL_STATE_DICT", fails=True)
     found = jobs.run()
-    for name, source in (("again", "dropout"), ("on-3", "plain"), ("from-trainer", "without"), ("by-trainer", "plain")):
+    for name, source in (
+        ("again", "dropout"), ("on-3", "plain"), ("from-trainer", "without"), ("by-trainer", "plain"),
+        *ADAPTERS.items(),
+    ):  # fmt: skip
         folder = f"run/checkpoint-{SAVED}"
         shutil.copytree(directory / source / folder, directory / name / folder)
     add("again", 2, dropout=0.5, resume=True)
     add("on-3", 3, callback={"auto_resume": True})
     add("from-trainer", 3, resume=True)
     add("by-trainer", 2, resume=True, callback=None)
+    add("lora-again", 2, dropout=0.5, peft=True, resume=True)
+    add("lora-by-trainer", 2, dropout=0.5, peft=True, resume=True, callback=None)
+    add("lora-from-trainer", 2, dropout=0.5, peft=True, resume=True)
+    add("lora-on-3", 3, peft=True, resume=True)
+    add("lora-to-ddp", 2, peft=True, resume=True, fsdp2=False, plain=True)
     shutil.copytree(directory / "plain" / "run", directory / "flipped" / "run")
     _flip(directory / "flipped" / "run" / f"checkpoint-{STEPS}")
     add("flipped", 2, resume=True)
@@ -92,19 +112,36 @@ def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]
         assert _rest(runs[name]) == pytest.approx(_rest(runs[source]), rel=1e-5)
 
 
-def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any]) -> None:
+def test_an_adapter_is_resumed_as_a_whole_model_is(runs: dict[str, Any]) -> None:
+    for name, source in ADAPTERS.items():
+        same = "on-3" not in name and "ddp" not in name
+        whole = _rest(runs[source])
+        assert _rest(runs[name]) == (whole if same else pytest.approx(whole, rel=1e-5)), name
+
+
+def test_save_model_writes_the_adapter(runs: dict[str, Any]) -> None:
+    held = load_file(runs["lora"]["out"] / "weights" / "adapter_model.safetensors")
+    truth = ckpttool.load_state_dict(runs["lora"]["out"] / "run" / f"checkpoint-{STEPS}")
+    names = {found[1]: name for name in truth if (found := adapter_name(name))}
+    assert held.keys() == names.keys()
+    assert all(torch.equal(held[file], truth[name]) for file, name in names.items())
+
+
+@pytest.mark.parametrize(("name", "alone"), [("plain", "without"), ("lora", "lora-without")], ids=["whole", "adapter"])
+def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any], name: str, alone: str) -> None:
     ours, theirs = (
         {str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()}
-        for f in (runs[name]["out"] / "run" / f"checkpoint-{SAVED}" for name in ("plain", "without"))
+        for f in (runs[one]["out"] / "run" / f"checkpoint-{SAVED}" for one in (name, alone))
     )
     assert not theirs - ours
-    assert {name for name in ours - theirs if "rank_state" not in name} == {
-        MANIFEST, "ckpttool_run_state.pt", "config.json", "generation_config.json", "training_args.bin",
+    beside = {"adapter_config.json", "README.md"} if name == "lora" else {"config.json", "generation_config.json"}
+    assert {file for file in ours - theirs if "rank_state" not in file} == {
+        MANIFEST, "ckpttool_run_state.pt", "training_args.bin", *beside,
         f"{ACCELERATE_MODEL}/{CHUNK_INDEX}", f"{ACCELERATE_OPTIMIZER}/{CHUNK_INDEX}",
     }  # fmt: skip
-    folder = runs["plain"]["out"] / "run" / f"checkpoint-{SAVED}"
+    folder = runs[name]["out"] / "run" / f"checkpoint-{SAVED}"
     assert ckpttool.verify(folder, deep=True).sound
-    assert ckpttool.inspect(folder).metrics["loss"] == runs["plain"]["losses"][str(SAVED)]
+    assert ckpttool.inspect(folder).metrics["loss"] == runs[name]["losses"][str(SAVED)]
 
 
 def test_limits_and_the_best_model_work_with_saves_in_the_background(runs: dict[str, Any]) -> None:
@@ -153,5 +190,5 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any]) -> 
     assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
 
 
-def test_a_trainer_without_either_is_refused(runs: dict[str, Any]) -> None:
-    assert "is added to a Trainer without DeepSpeed and without FSDP2" in runs["ddp"]["error"]
+def test_full_state_dicts_are_refused(runs: dict[str, Any]) -> None:
+    assert "is added to a Trainer with FSDP, but not with FSDP2 and sharded state dicts" in runs["full"]["error"]

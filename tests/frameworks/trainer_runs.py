@@ -72,6 +72,8 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         kill_at(job["kill"], job["out"])
     if job.get("notes"):
         trainer.add_callback(_notes(job))
+    if job.get("diverge"):
+        trainer.add_callback(_divergence(trainer.model))
     result = trainer.train(**({"resume_from_checkpoint": job["resume"]} if "resume" in job else {}))
     facts["global_step"] = result.global_step
     facts["losses"] = {str(e["step"]): e["loss"] for e in trainer.state.log_history if "loss" in e}
@@ -107,6 +109,20 @@ def _notes(job: dict[str, Any]) -> Any:
     return Notes()
 
 
+def _divergence(model: Any) -> Any:
+    """Make a callback that changes a weight of the second rank before the first save."""
+    import torch
+    from transformers import TrainerCallback
+
+    class Divergence(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == SAVED and os.environ["RANK"] == "1":
+                with torch.no_grad():
+                    model.lm_head.weight[0, 0] += 1.0
+
+    return Divergence()
+
+
 def tokens() -> Any:
     """The training data: lines that no other line repeats."""
     import torch
@@ -126,7 +142,7 @@ def _deepspeed(job: dict[str, Any]) -> dict[str, Any]:
     return {"deepspeed": config}
 
 
-def _fsdp2() -> dict[str, Any]:
+def _fsdp2(state_dicts: str) -> dict[str, Any]:
     """Return the arguments of FSDP2, which Accelerate has on accelerators alone."""
     from accelerate import DistributedType, PartialState
     from accelerate.state import AcceleratorState
@@ -140,7 +156,7 @@ def _fsdp2() -> dict[str, Any]:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
     AcceleratorState.__init__ = start_on_a_cpu
-    config = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True}
+    config = {"fsdp_version": 2, "state_dict_type": state_dicts, "reshard_after_forward": True}
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     return {"fsdp": "full_shard", "fsdp_config": {**config, **wrapped}}
 
@@ -164,7 +180,13 @@ def build(job: dict[str, Any]) -> Any:
         ddp_backend="gloo",
         report_to=[],
         disable_tqdm=True,
-        **(_fsdp2() if job.get("fsdp2") else {} if job.get("plain") else _deepspeed(job)),
+        **(
+            _fsdp2(job.get("state_dicts", "SHARDED_STATE_DICT"))
+            if job.get("fsdp2")
+            else {}
+            if job.get("plain")
+            else _deepspeed(job)
+        ),
         **{
             "optim": "adamw_torch",
             "per_device_train_batch_size": GLOBAL_BATCH // job["world_size"],
@@ -183,6 +205,7 @@ def build(job: dict[str, Any]) -> Any:
             attention_dropout=job.get("dropout", 0.0),
             bos_token_id=1,
             eos_token_id=2,
+            tie_word_embeddings=job.get("tied", False),
         )
     )
     if job.get("peft"):

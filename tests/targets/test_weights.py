@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.targets.weights import READY_MADE, adapter_name
+from ckpttool.model.names import adapter_name
+from ckpttool.targets.weights import READY_MADE
 from tests.cli.command import ckpttool as command
 from tests.truth import source, truth
 from tests.wording import refused

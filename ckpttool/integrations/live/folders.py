@@ -28,10 +28,11 @@ from ckpttool.formats.layouts import Place
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.formats.unfinished import is_unfinished
+from ckpttool.formats.weights import OPTIMIZER
 from ckpttool.integrations.live.manager import CheckpointManager
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.rank_states import RankStates
-from ckpttool.integrations.live.request import Save
+from ckpttool.integrations.live.request import DISTRIBUTED, Save
 from ckpttool.integrations.patches import write_file
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.live.report import LoadReport, SaveReport
+    from ckpttool.integrations.live.request import Written
     from ckpttool.integrations.live.run import Run
     from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
@@ -165,6 +167,7 @@ class Folders:
         exclude_frozen: bool = False,
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
+        written: Written = DISTRIBUTED,
     ) -> None:
         """Save the state of a run and this rank's files, on every rank at the same step; replaces an existing save.
 
@@ -182,6 +185,7 @@ class Folders:
             exclude_frozen: Leave frozen parameters out.
             before: Attempt and number of the previous commit of the run.
             within_epoch: Whether more batches of the epoch follow, for ``was_within_epoch``.
+            written: How the framework itself writes the state of a torch run.
 
         Raises:
             CkptError: This save failed, or the previous one in the background. Nothing was committed.
@@ -199,6 +203,7 @@ class Folders:
             exclude_frozen=exclude_frozen,
             before=before,
             rank_state={RNG: rng_state(), FILES: own, WITHIN_EPOCH: within_epoch},
+            written=written,
             **{"files" if run.is_folder else "root_files": shown},
         )
         self._manager.save_into(root, run, arguments)
@@ -252,7 +257,7 @@ class Folders:
 
     def _write_files(self, checkpoint: Checkpoint, directory: str) -> None:
         if not self._write_own_files(checkpoint, directory):
-            alone = checkpoint.format == "dcp"  # the folder itself
+            alone = checkpoint.format in {"dcp", "safetensors", "torch"}  # the folder itself
             folder = checkpoint.location if alone else posixpath.dirname(checkpoint.location)
             _copy_files(connect(checkpoint.storage), folder, directory)
 
@@ -452,7 +457,7 @@ def read_files(directory: str) -> dict[str, bytes]:
 
 def _copy_files(storage: Storage, folder: str, directory: str) -> None:
     for entry in storage.listing(folder):
-        if entry.is_dir or is_static(entry.name) or is_weights(entry.name):
+        if entry.is_dir or is_static(entry.name) or is_weights(entry.name) or OPTIMIZER.fullmatch(entry.name):
             continue
         with storage.open(posixpath.join(folder, entry.name)) as reader:
             data = reader.read(0, reader.nbytes)

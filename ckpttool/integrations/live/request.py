@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import ArgumentError
@@ -16,6 +16,20 @@ from ckpttool.storage.safe_files import PARTIAL
 
 KnownEngines = dict[str, "weakref.ref[Any]"]
 """The engines of a run by name."""
+
+
+class Written(NamedTuple):
+    """How a framework itself writes the model and the optimizer of a torch run."""
+
+    files: tuple[str, str] | None = None
+    """Names of the file of the weights and of the file of the optimizer, which the first rank writes; None for a
+    distributed checkpoint."""
+    names: Mapping[str, str] | None = None
+    """The names of the weights there, by their names in the model; others are left out. None if they are the same."""
+
+
+DISTRIBUTED = Written()
+"""A distributed checkpoint with the names of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,8 @@ class Save:
     """Files of the root that this rank writes before the commit, by path relative to the root."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Further files of the checkpoint of a torch run that this rank writes, by path relative to its directory."""
+    written: Written = DISTRIBUTED
+    """Files and names of the state of a torch run."""
 
     def asked(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, with the hints of ``HINTS``."""
@@ -49,6 +65,7 @@ class Save:
             "overwrite": self.overwrite,
             "exclude_frozen_parameters": self.exclude_frozen,
             "save_latest": self.save_latest,
+            "files": list(self.written.files or ()),
             "rank_state": "missing" if self.rank_state is None else "given",
         }
 

@@ -1,5 +1,7 @@
 """The state of a torch run as a distributed checkpoint: each rank writes a share of the parts that several have.
 
+Of a run whose framework has two files of the whole state, such as the Trainer under DDP, the first rank writes those.
+
 Each rank sends the places of its parts. Rank 0 checks that the parts fill each tensor, and returns the ranks that have
 equal places; those ranks divide the parts by size, all by the same rule. No tensor is gathered.
 
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpttool.containers import torch_zip
+from ckpttool.containers import safetensors, torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import walk
 from ckpttool.dtypes import itemsize
@@ -52,7 +54,7 @@ from ckpttool.messages import brief
 from ckpttool.model import Topology
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
-from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
+from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, JoinedFile, PlainFile
 from ckpttool.targets.dcp import LAYOUTS, client_state_of, metadata
 from ckpttool.targets.torch import storage_ref, view
 
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.chunk_index import Path
     from ckpttool.integrations.live.host_memory import HostMemory
-    from ckpttool.integrations.live.request import Save
+    from ckpttool.integrations.live.request import Save, Written
     from ckpttool.integrations.live.run import Kept, Ready
     from ckpttool.integrations.torch.live import LiveState, Piece
     from ckpttool.integrations.torch.live_run import LiveRun
@@ -105,12 +107,21 @@ class Entry(NamedTuple):
         return int(self.tensor.numel()) * itemsize(self.dtype)
 
 
-def check_saved(run: LiveRun) -> None:
-    """Check that a distributed checkpoint can hold the state of a run.
+def check_saved(run: LiveRun, written: Written) -> None:
+    """Check that a checkpoint can hold the state of a run.
 
     Raises:
         ArgumentError: It has a state that would be lost, or is of one rank alone.
     """
+    for name, tensor in run.named.parameters.items():
+        if written.names is not None and tensor.requires_grad and name not in written.names:
+            raise ArgumentError(name, "is trained, but the framework does not save it", "freeze it, or use DeepSpeed")
+        if written.files is not None and hasattr(tensor, "placements"):
+            problem = "is spread over the ranks, but the framework saves whole tensors"
+            raise ArgumentError(name, problem, "use FSDP2 with sharded state dicts, or DeepSpeed")
+    if written.files is not None and len(run.optimizers) != 1:
+        problem = f"are {len(run.optimizers)}, but the states of one alone are saved with a model"
+        raise ArgumentError("optimizers", problem, "prepare one model and one optimizer")
     if run.named.others:
         problem = "is in the state dict of the model, but is neither a parameter nor a buffer"
         raise ArgumentError(run.named.others[0], problem, "remove the hook, or the extra state, that adds it")
@@ -122,7 +133,7 @@ def check_saved(run: LiveRun) -> None:
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
             for key, value in owner.state.get(parameter, {}).items():
-                _check_state(key, value, name, parameter)
+                _check_state(key, value, name, parameter, whole=written.files is not None)
 
 
 def _check_option(option: str, value: Any, number: int) -> None:
@@ -134,7 +145,8 @@ def _check_option(option: str, value: Any, number: int) -> None:
         raise ArgumentError("optimizer", problem, "save it in client_state, and leave it out of the groups")
 
 
-def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:
+def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool) -> None:
+    """Check that a state can be saved; one in the file of a framework, which has numbers for names, also restored."""
     if number_of(key, value, parameter) is not None or value is None:
         return
     what = f"has {key} of {brief(name, 200)}"
@@ -145,6 +157,9 @@ def _check_state(key: str, value: Any, name: str, parameter: Any) -> None:
     if hasattr(parameter, "placements") and not hasattr(value, "placements"):
         problem = f"{what} as a tensor of this rank alone, beside a parameter that is spread over the ranks"
         raise ArgumentError("optimizer", problem, hint)
+    if whole and value.shape != parameter.shape:
+        problem = f"{what} in another shape than the parameter, which no resume restores"
+        raise ArgumentError("optimizer", problem, "choose another optimizer, or let the framework save alone")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,16 +202,19 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) 
     """
     extra = {name: _plain_state(name, one) for name, one in run.extra.items()}
     state = live_state(run.named.module, list(run.optimizers) or None, run.schedulers, extra)
-    frozen = {*state.frozen} if save.exclude_frozen else set()
+    left_out = {*state.frozen} if save.exclude_frozen else set()
+    if save.written.names is not None:
+        left_out |= {piece.name for piece in state.pieces} - save.written.names.keys()
     state = replace(
         state,
-        pieces=[piece for piece in state.pieces if piece.name not in frozen],
+        pieces=[piece for piece in state.pieces if piece.name not in left_out],
         values={**state.values, **values_of("client_state", save.client_state)},
         own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
         pending="",
     )
     names = LAYOUTS[layout]
-    entries = sorted([*_tensors(run, state, names), *_numbers(run, names)], key=lambda entry: [*map(str, entry.path)])
+    tensors = [*_tensors(run, state, names, save.written), *_numbers(run, names)]
+    entries = sorted(tensors, key=lambda entry: [*map(str, entry.path)])
     return Described(state, entries, DcpIndex(entries, rank, directory, names), extra)
 
 
@@ -266,7 +284,8 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     files = CapturedFiles()
     on_device = any(entry.tensor.device.type != "cpu" for entry in found.entries)
     memory = kept.host_memory("", on_device=on_device)
-    mine = _own_share(found.entries, shared, ranks.rank)
+    whole = save.written.files
+    mine = _own_share(found.entries, shared, ranks.rank) if whole is None else []
     try:
         contents = dict(ready.own_files)
         if of_rank:
@@ -285,7 +304,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         names = LAYOUTS[kept.layout]
         objects = {} if ranks.rank else dict(_objects(run, save, names))
         written = []
-        for inner in dict.fromkeys(names.directories):
+        for inner in dict.fromkeys(names.directories) if whole is None else ():
             own = [n for n in mine if found.entries[n].directory == inner]
             archives = [
                 ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[str(n)]})
@@ -298,6 +317,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             files.files += [file] if archives else []
             written.append((own, [*beside], file))
         found.index.note(written, found.state.aliases)
+        if whole is not None and ranks.rank == 0:
+            files.files.append(_weights_file(whole[0], found.state, save.written, memory))
+            contents[whole[1]] = run.optimizers[0].state_dict()
         for name, content in contents.items():
             if name not in save.files:
                 _add(files, name, content, memory)
@@ -314,7 +336,23 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 memory.settle()
         return Captured(files, {"": None}, found.index)
-    return Captured(files, {"": digests}, found.index)
+    return Captured(files, {"": digests}, found.index if whole is None else None)
+
+
+def _weights_file(name: str, state: LiveState, written: Written, memory: HostMemory | None) -> JoinedFile:
+    """Return the safetensors file of the weights, with the names and the metadata that frameworks give it.
+
+    Source: safetensors 0.8, torch.py (``save_model``: tied names in the metadata); transformers 5.23,
+    modeling_utils.py (``save_pretrained``: "format").
+    """
+    names = written.names or {}
+    weights = {names.get(one.name, one.name): one for one in state.pieces if one.key == WEIGHTS}
+    ties = {names.get(a, a): names.get(n, n) for a, n in state.aliases.items() if names.get(n, n) in weights}
+    tensors = [safetensors.Tensor(own, one.dtype, one.shape) for own, one in weights.items()]
+    header, begin = safetensors.build(tensors, {"format": "pt", **ties})
+    storages = {own: _bytes_of(weights[own].tensor) for own in sorted(begin, key=lambda own: begin[own])}
+    payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
+    return JoinedFile(name, [HostPayload(header), *payloads.values()])
 
 
 def _bytes_of(tensor: Any) -> StorageBytes:
@@ -360,6 +398,7 @@ def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int)
         "buffers": [piece.name for piece in state.pieces if piece.is_buffer],
         "frozen": list(state.frozen),
         "groups": [_listed(run, group) for _, group in run.groups],
+        "names": dict(save.written.names or {}),
     }
 
 
@@ -372,12 +411,14 @@ def _states_of(schedulers: Mapping[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def _tensors(run: LiveRun, state: LiveState, names: DcpLayout) -> Iterator[Entry]:
+def _tensors(run: LiveRun, state: LiveState, names: DcpLayout, written: Written) -> Iterator[Entry]:
     """Yield the weights, the buffers, and the states of the optimizer."""
     of_owner = {name: own for own, name, *_ in _parameters(run, names)}
+    of_weights = written.names or {}
     for number, piece in enumerate(state.pieces):
         is_state = piece.key != WEIGHTS
-        path = of_owner[piece.name].of_state(piece.name, piece.key) if is_state else (*names.model, piece.name)
+        own = (*names.model, of_weights.get(piece.name, piece.name))
+        path = of_owner[piece.name].of_state(piece.name, piece.key) if is_state else own
         starts = piece.starts if isinstance(piece.starts, tuple) else (0,) * len(piece.shape)
         directory = names.directories[is_state]
         yield Entry(directory, path, piece.dtype, piece.shape, piece.tensor, starts, number, piece.is_buffer)

@@ -288,7 +288,7 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         options = load_options(checkpoint, options)
         model = run.model()
         if run.optimizers:
-            checkpoint = in_order(checkpoint, run.order)
+            checkpoint = in_order(checkpoint, run.order, [len(group["params"]) for _, group in run.groups])
         checkpoint = with_names_of(checkpoint, [*model.shapes, *model.buffers, *model.aliases])
         # Numbers of single parameters are matched here: a torch run keeps them by parameter.
         bare = replace(checkpoint, parameters=tuple(replace(p, numbers={}) for p in checkpoint.parameters))

@@ -88,7 +88,7 @@ class TorchRun:
             LoadOptions(strict=False, optimizer=self._optimizer is not False),
             self._extra,
         )
-        check_saved(run)
+        check_saved(run, save.written)
         request = Request(
             tag=checked_tag(f"step-{step}" if save.tag is None else save.tag),
             step=step,
