@@ -72,7 +72,7 @@ SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval
 CHOSEN = frozenset({"weight_decay", "eps", "betas", "momentum", "dampening", "alpha", "rho"})
 """Options that a user chooses, beside those that are on or off, and that no optimizer changes."""
 DIRECT_BYTES = 1 << 20
-"""Bytes of a part from which a state that the optimizer lacks is read into a new tensor, with no copy."""
+"""Bytes of a part on the CPU from which a state is read into a new tensor, with no copy."""
 SHARE_BYTES = 1 << 22
 """The bytes that a rank reads for all are a multiple of this: the size of requests with the default ``memory``."""
 REBUILD = "build the optimizer of the saved run, or pass weights_only=True"
@@ -99,7 +99,7 @@ class _Wanted(NamedTuple):
     def made(self) -> torch.Tensor | None:
         """Return a new tensor for the state, to be read into directly; None if its values are to be copied."""
         nbytes = self.piece.tensor.numel() * itemsize(self.dtype)
-        if self.live is not None or self.piece.first is None or nbytes < DIRECT_BYTES:
+        if self.key == WEIGHTS or self.piece.first is None or nbytes < DIRECT_BYTES:
             return None
         made = torch.empty_like(self.parameter.detach(), dtype=_torch_type(self.dtype))
         local = _local(made)
@@ -695,7 +695,7 @@ def _torch_type(name: str) -> torch.dtype:
 
 
 def _commit(run: LiveRun, prepared: PreparedRun, read: _Read) -> None:
-    """Fill the run in place."""
+    """Fill the run in place, and give its optimizers the states that were read into new tensors."""
     tensors = {**run.named.parameters, **run.named.buffers}
     states: dict[str, dict[str, Any]] = {}
     owners = {name: owner for owner, group in run.groups for name in (*run.trained(group), *run.frozen(group))}
