@@ -418,7 +418,7 @@ def _scan(checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: 
         CkptError(
             checkpoint.path(file),
             f"{what} has {nan:,} NaN and {inf:,} infinite values",
-            "training had diverged: go back to an earlier checkpoint",
+            f"training had diverged{', or the model sets them' * (key == 'buffer')}: go back to an earlier checkpoint",
         )
         for file, (nan, inf) in counts.items()
         if nan or (inf and key != "buffer")  # attention masks contain -inf

@@ -182,10 +182,10 @@ def prune(  # noqa: PLR0913  public API
 ) -> Decisions:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
-    Only whole native ZeRO checkpoints and saves of torch runs are removed; the former are thinned. It always keeps
-    the newest of them, the one that ``latest`` names, those in the snapshot of a Ray Train run, and pinned ones. A
-    thin checkpoint replaces a whole one when its weights have been read back and have the digest of the source. The
-    next ``prune`` deletes the leftovers of a killed one.
+    Only whole saves of runs are removed or thinned: of ZeRO, and distributed checkpoints of torch with an optimizer,
+    also such as a framework has saved. It always keeps the newest of them, the one that ``latest`` names, those in the
+    snapshot of a Ray Train run, and pinned ones. A thin checkpoint replaces a whole one when its weights have been read
+    back and have the digest of the source. The next ``prune`` deletes the leftovers of a killed one.
 
     Args:
         root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
@@ -241,13 +241,13 @@ def prune(  # noqa: PLR0913  public API
         raise LayoutError(found.root, found.problems[0], hint)
     decisions = [_for_nested(storage, decision) for decision in decide(found.entries, rules, root=found.root)]
     thinnings: list[Thinning] = []
+    errors: list[PruneError] = []
     if rules.weights is not None:
         thin_options = _thin_options(rules, options, key)
-        decisions, thinnings = _planned(decisions, thin_options, opening, dry_run=dry_run)
+        decisions, thinnings, errors = _planned(decisions, thin_options, opening, dry_run=dry_run)
     decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:
-        return Decisions(decisions, dry_run=True)
-    errors = []
+        return _unless(errors, Decisions(decisions, dry_run=True))
     for number, decision in enumerate(decisions):
         if decision.keep and decision.entry.thin and (error := unfinished.get(decision.entry.path)) is not None:
             errors.append(_old_files_stay(error))
@@ -277,7 +277,7 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
     if named is None:
         return [*decisions]
     storage.refresh([])
-    whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.is_native]
+    whole = [d.entry for d in decisions if d.keep and d.entry.whole and d.entry.of_run]
     models = {entry.series for entry in whole}
     newest = max(whole, key=lambda entry: entry.rank)
     if len(models) > 1 or Place(storage, root).newest != named.entry.name or not Place(storage, newest.path).rank_files:
@@ -298,12 +298,12 @@ def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
 
 def _planned(
     decisions: Sequence[Decision], options: ThinOptions, opening: Opening, *, dry_run: bool
-) -> tuple[list[Decision], list[Thinning]]:
-    """Plan the thin checkpoints; checkpoints that cannot be thinned are kept whole."""
+) -> tuple[list[Decision], list[Thinning], list[PruneError]]:
+    """Plan the thin checkpoints; return also an error for each that cannot be thinned, and is kept whole."""
     from ckpttool.catalog.thinning import plan_thinning
     from ckpttool.formats import source_storage
 
-    result, thinnings = [], []
+    result, thinnings, errors = [], [], []
     for decision in decisions:
         path = decision.entry.path
         if decision.thin is not None:
@@ -315,10 +315,23 @@ def _planned(
                 decision = replace(decision, freed=thinning.freed)
             except CkptError as error:
                 thin, _ = _is_thin(storage, path)
-                reason = BY_ANOTHER if thin else f"cannot be thinned: {error.problem}; {error.hint}"
-                decision = replace(decision, thin=None, reason=reason)
+                failed = PruneError(path, f"cannot be thinned: {error.problem}", error.hint, error.options)
+                errors += [] if thin else [failed]
+                decision = replace(decision, thin=None, reason=BY_ANOTHER if thin else failed.problem)
         result.append(decision)
-    return result, thinnings
+    return result, thinnings, errors
+
+
+def _unless(errors: Sequence[PruneError], done: Decisions) -> Decisions:
+    """Return the results.
+
+    Raises:
+        PruneError: There is an error: the first one, with the results.
+    """
+    if errors:
+        errors[0].decisions = done
+        raise errors[0]
+    return done
 
 
 def _is_thin(storage: Storage, path: str) -> tuple[bool, bool]:
@@ -366,10 +379,7 @@ def _carry_out(
             work = partial(storage.remove_tree, decision.entry.path, unless_pinned=True)
         done[number], error = _attempt(storage, root, decision, work)
         errors += [] if error is None else [error]
-    if errors:
-        errors[0].decisions = done
-        raise errors[0]
-    return done
+    return _unless(errors, done)
 
 
 def _attempt(

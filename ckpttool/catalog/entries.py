@@ -21,6 +21,7 @@ from ckpttool.containers import safetensors
 from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.errors import CkptError, ContainerError, LayoutError, LinkError, StorageError, TruncatedError
 from ckpttool.formats import Opening, open_checkpoint, open_every, source_storage
+from ckpttool.formats.dcp import METADATA, SHARD
 from ckpttool.formats.layouts import (
     ACCELERATE,
     BESIDE_TAG,
@@ -34,7 +35,7 @@ from ckpttool.formats.layouts import (
 )
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError, refuse_part, refuse_unfinished
 from ckpttool.formats.scan import Found, commits, has_files_of_tag, natural_order, pattern_of, scan
-from ckpttool.formats.series import series, series_of
+from ckpttool.formats.series import has_optimizer, series, series_of
 from ckpttool.formats.unfinished import unfinished_below
 from ckpttool.formats.universal import FOLDER as UNIVERSAL_STATES
 from ckpttool.messages import brief, name_some
@@ -219,6 +220,7 @@ def committed(storage: Storage, root: str, found: Iterable[Found]) -> list[Catal
                     state=state,
                     series=series_of(manifest),
                     committed=True,
+                    of_run=not manifest.thin,
                 ),
                 Saved.of(one.tag, manifest.step, manifest, marked=one.marked),
             )
@@ -240,7 +242,7 @@ def _by_names(found: Sequence[_Listed]) -> list[_Listed]:
     patterns: dict[tuple[str, int], set[str]] = {}
     for one in (listed.entry for listed in found):
         named = pattern_of(one.name) != one.name and not is_of_trainer(one.name)
-        if one.whole and one.is_native and one.step is not None and named:
+        if one.whole and one.of_run and one.step is not None and named:
             patterns.setdefault((one.series, one.step), set()).add(pattern_of(one.name))
     apart = {(model, pattern) for (model, _), own in patterns.items() if len(own) > 1 for pattern in own}
 
@@ -288,7 +290,7 @@ def _ranked(found: Sequence[_Listed]) -> list[_Listed]:
             names = [one.name for one in newest_first(own, last_after(own, of_model)) if model_of[one.name] == model]
             ranks |= dict(zip(names, sorted((ranks[name] for name in names), reverse=True), strict=True))
             groups.append(([one for one in own if model_of[one.name] == model], of_model))
-    whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.is_native}
+    whole = {one.entry.name for one in ordered if one.entry.whole and one.entry.of_run}
     mixed = {one.entry.name for one in ordered if one.entry.mixed}
     resumes: dict[str, str] = {}
     for own, of_model in groups:
@@ -387,11 +389,13 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
     if is_half_removed(storage, path):
         errors.append(LayoutError(path, HALF_REMOVED, ""))
     else:
-        holds_one = reported or is_of_trainer(name)
+        holds_one = reported or is_of_trainer(name) or _has_shards_alone(storage, path)
         try:
             checkpoint = _first_model(path, opening, errors)
         except NoCheckpointError as error:
-            if not reported and not is_commit(storage, path) and not (holds_one and unfinished_below(storage, path)):
+            shards = _has_shards_alone(storage, path)
+            unfinished = holds_one and (shards or unfinished_below(storage, path))
+            if not reported and not is_commit(storage, path) and not unfinished:
                 return None
             errors.append(error)
         except CkptError as error:
@@ -448,6 +452,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         else series(checkpoint) + ("" if checkpoint.location == path else " in a folder"),
         sorts=sorts,
         committed=manifest is not None,
+        of_run=checkpoint is not None and _is_of_run(checkpoint, manifest),
     )
     marked = storage.exists(posixpath.join(directory, MARK))
     saved = Saved.of(name, one.order[0], manifest, marked=marked, written=modified or 0.0)
@@ -458,6 +463,20 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         except CkptError as error:
             problem = f"{name}/{TRAINER_STATE} {error.problem}"
     return _Listed(one, saved, tuple(best), problem)
+
+
+def _is_of_run(checkpoint: Checkpoint, manifest: Manifest | None) -> bool:
+    """Return whether a run has saved a checkpoint and can go on from it."""
+    if checkpoint.stage is not None:
+        return True
+    saved = checkpoint.format in {"dcp", "safetensors"} and manifest is not None
+    return saved or (checkpoint.format == "dcp" and has_optimizer(checkpoint) and checkpoint.step is not None)
+
+
+def _has_shards_alone(storage: Storage, path: str) -> bool:
+    """Return whether a directory has shards of a distributed checkpoint without its metadata: torch writes it last."""
+    names = {entry.name for entry in storage.listing(path) if not entry.is_dir}
+    return METADATA not in names and any(name.endswith(SHARD) for name in names)
 
 
 def _cut_beside_tag(storage: Storage, path: str) -> list[CkptError]:
@@ -527,7 +546,7 @@ def _torn(storage: Storage, path: str, errors: Sequence[CkptError]) -> tuple[str
     if storage.is_dir(posixpath.join(path, UNIVERSAL_STATES)):
         return None, False  # a universal checkpoint: a conversion writes it, not a save
     readable = all(isinstance(error, LayoutError | ContainerError) for error in errors)
-    lost = readable and any(_proves_loss(storage, error) for error in errors)
+    lost = readable and (_has_shards_alone(storage, path) or any(_proves_loss(storage, error) for error in errors))
     return _incomplete(storage, path) if lost else None, False
 
 

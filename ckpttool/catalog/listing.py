@@ -93,11 +93,8 @@ class CatalogEntry:
     """Whether its files may be of two saves, as a note of ``inspect`` then says."""
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
-
-    @property
-    def is_native(self) -> bool:
-        """Whether the rules count it: a checkpoint of DeepSpeed, or a save of a torch run with a manifest."""
-        return self.stage is not None or (self.committed and self.format in {"dcp", "safetensors"})
+    of_run: bool = field(default=False, metadata={"json": False})
+    """Whether a run has saved it and can go on from it, so that the rules count it: not a conversion or an export."""
 
     @property
     def is_root(self) -> bool:

@@ -113,11 +113,11 @@ class Rules:
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None) -> list[Decision]:
     """Decide for each checkpoint whether to keep, thin or remove it; decisions are ordered oldest first.
 
-    The rules hold for each model in the root. They count, thin and remove only whole native ZeRO checkpoints, and
-    remove half removed ones. They always keep the newest whole checkpoint of each model, the one that ``latest`` names,
-    those in Ray Train's snapshot, the best of a trainer's run, pinned ones, links, and targets of any link below the
-    root. They keep incomplete checkpoints, because a save may still write them, unless ``rules.torn`` is set. They keep
-    thin checkpoints, unless ``rules.thin_every`` selects some.
+    The rules hold for each model in the root. They count, thin and remove only whole saves of runs, of ZeRO or of
+    torch, and remove half removed ones. They always keep the newest whole checkpoint of each model, the one that
+    ``latest`` names, those in Ray Train's snapshot, the best of a trainer's run, pinned ones, links, and targets of any
+    link below the root. They keep incomplete checkpoints, because a save may still write them, unless ``rules.torn`` is
+    set. They keep thin checkpoints, unless ``rules.thin_every`` selects some.
 
     Args:
         entries: The checkpoints.
@@ -129,7 +129,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
         PlanError: No whole checkpoint has the metric of ``rules.best``.
     """
     now = time.time() if now is None else now
-    whole = [e for e in entries if e.whole and e.is_native and not e.link]
+    whole = [e for e in entries if e.whole and e.of_run and not e.link]
     whole.sort(key=lambda e: (e.rank, e.order))
     reasons: dict[str, list[str]] = {e.name: [] for e in whole}
     several = by_series(whole)
@@ -218,7 +218,7 @@ def _of_other(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], 
     if not entry.whole:
         return _of_torn(entry, rules, whole, now)
     if entry.thin is None:
-        return Decision(entry, keep=True, reason=f"{entry.format}, not a native ZeRO checkpoint")
+        return Decision(entry, keep=True, reason=f"{entry.format}, not the save of a run")
     why = _dated(entry, rules, now)
     if why or rules.thin_every is None or _is_thinned(entry, rules):
         return Decision(entry, keep=True, reason="; ".join(["thin already", *why]))

@@ -34,7 +34,7 @@ from ckpttool.execution.permissions import mode_of, mode_of_file
 from ckpttool.execution.run import MEMORY, run
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.chunk_index import CHUNK_INDEX
-from ckpttool.formats.dcp import METADATA, THIN_METADATA
+from ckpttool.formats.dcp import METADATA, SHARD, THIN_METADATA
 from ckpttool.formats.fields import raise_at_once
 from ckpttool.formats.location import Location
 from ckpttool.formats.sidecars import is_rank_state
@@ -60,8 +60,6 @@ if TYPE_CHECKING:
     from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
 
-SHARD = ".distcp"
-"""Suffix of the files with weights of a torch run."""
 MAX_MARK_BYTES = 1 << 26
 """Most bytes of a marker; one of a hundred thousand files is smaller."""
 
@@ -121,7 +119,7 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
         options: Type of the weights, and the key.
 
     Raises:
-        CkptError: The checkpoint is damaged, is not a native ZeRO checkpoint, or is signed with another key or without
+        CkptError: The checkpoint is damaged, is of another format, or is signed with another key or without
             the key.
     """
     checkpoint = open_checkpoint(path, storage=storage)
@@ -134,9 +132,8 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
             checkpoint = open_whole(storage, checkpoint.location, key=options.key)
     if is_linked(storage, path, checkpoint.location):
         raise PlanError(checkpoint.location, "is reached through a link", "thin the target of the link")
-    saved = checkpoint.format == "dcp" and RUN_STATE in {file.name for file in checkpoint.files}
-    if checkpoint.stage is None and not (saved and is_commit(storage, checkpoint.location)):
-        problem = "is neither a native ZeRO checkpoint nor a distributed checkpoint that ckpttool saved"
+    if checkpoint.stage is None and checkpoint.format != "dcp":
+        problem = "is neither a native ZeRO checkpoint nor a distributed checkpoint of torch"
         raise PlanError(checkpoint.location, problem, "only those are thinned")
     return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
 
@@ -239,7 +236,7 @@ class _Work:
             created=newest,
             attempt="",
             world_size=c.topology.world_size,
-            stage=c.stage or 0,
+            stage=c.stage,
         )
 
     def _check_space(self) -> None:

@@ -60,7 +60,7 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 
     A checkpoint that any rule keeps is not changed. These are always kept: the newest complete checkpoint, the one
     in latest, those in the snapshot of a Ray Train run, pinned ones, torn ones without --torn (a save may be
-    running), and checkpoints that are neither native ZeRO nor saves of a torch run. A thin checkpoint keeps its
+    running), and all that no run saves: conversions of ZeRO, exports, weights alone. A thin checkpoint keeps its
     weights, client state and configuration.
     """
     import ckpttool

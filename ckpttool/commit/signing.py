@@ -36,7 +36,10 @@ def read_key(given: Key | None) -> bytes | None:
     else:
         where = os.fspath(given)
         if where.startswith(ENVIRONMENT):
-            key = os.environb.get(where.removeprefix(ENVIRONMENT).encode(), b"").strip()
+            found = os.environb.get(where.removeprefix(ENVIRONMENT).encode())
+            if found is None:
+                raise PlanError(where, "is not set", "set the variable to the key, or pass a file")
+            key = found.strip()
         else:
             try:
                 with open(where, "rb") as file:

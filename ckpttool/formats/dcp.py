@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 """The file with the metadata of a checkpoint."""
+SHARD = ".distcp"
+"""Suffix of the files with tensors."""
 THIN_METADATA = "ckpttool_thin.metadata"
 """The metadata of a thin checkpoint; METADATA has the same content, once the old files are removed."""
 ACCELERATE_MODEL, ACCELERATE_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"

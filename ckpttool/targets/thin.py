@@ -89,12 +89,22 @@ def _plan_distributed(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
     selection = select_weights(
         checkpoint, source="masters", dtype=TRAINING_DTYPES[dtype], include=(), exclude=(), exclude_frozen=False
     )
+    # A parameter without states may be a buffer, which keeps its type.
+    kept = set() if checkpoint.tells_buffers else {p.name for p in checkpoint.parameters if p.frozen}
+    kept |= {p.name for p in checkpoint.parameters if dtype == "fp32" and checkpoint.weights(p).dtype == "F64"}
+    own = (replace(w, dtype=w.state.dtype) if w.name in kept else w for w in selection.weights)
+    selection = replace(selection, weights=tuple(own))
     storage, name = connect(checkpoint.storage), selection.weights[0].name
     for layout in LAYOUTS.values():
         names = entry_names(storage, posixpath.join(checkpoint.location, layout.directories[0]))
         if ".".join((*layout.model, name)) in names:
             thin = replace(layout, stem=STEM, metadata=THIN_METADATA)
-            return ThinPlan((plan_dcp_weights(checkpoint, selection, thin),), selection)
+            plans = [plan_dcp_weights(checkpoint, selection, thin)]
+            if RUN_STATE not in {file.name for file in checkpoint.files}:  # torch alone has saved it
+                builder = CopyBuilder(checkpoint)
+                state = _run_state(checkpoint, builder)
+                plans.append(CopyPlan(builder.sources, builder.casts, (state,)))
+            return ThinPlan(tuple(plans), selection)
     problem = f"has no entry of {name} under a name that ckpttool writes"
     raise LayoutError(checkpoint.location, problem, "pin it, and prune leaves it whole")
 
@@ -135,6 +145,7 @@ def _run_state(checkpoint: Checkpoint, builder: CopyBuilder) -> TargetFile:
         "global_samples": checkpoint.samples,
         "skipped_steps": checkpoint.skipped_steps,
         "stage": checkpoint.stage,
+        "world_size": checkpoint.topology.world_size,
         "ranks": {name: getattr(checkpoint.topology, name) for name in checkpoint.topology.__slots__},
         "buffers": [buffer.name for buffer in checkpoint.buffers],
         "frozen": [parameter.name for parameter in checkpoint.parameters if parameter.frozen],

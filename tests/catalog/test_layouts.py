@@ -397,7 +397,9 @@ TABLE: dict[str, Row] = {
     "verl, actor and critic": Row({"": "verl", "global_step_3/critic": "actor"}, "-", "global_step_3*", "-"),
     "verl, the model": Row({"": "verl"}, "global_step_3/actor", "", "-", "global_step_3/actor"),
     "torchtitan": Row({"step-3": "dcp", "step-6": "dcp"}, "step-6", "step-3 step-6", "-"),
-    "torchtitan, newest without metadata": Row({"step-3": "dcp", "step-6/__0_0.distcp": ">x"}, "step-3", "step-3", "-"),
+    "torchtitan, newest without metadata": Row(
+        {"step-3": "dcp", "step-6/__0_0.distcp": ">x"}, "step-3", "step-3 step-6!", "-"
+    ),
     "DCP": Row({"": "dcp"}, ".", "", "-"),
     "DCP in a folder": Row({"x": "dcp"}, "-", "x", "-"),
     "safetensors": Row({"": "safetensors"}, ".", "", "-"),

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.analysis.digest import same_weights
 from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import read_manifest
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, PruneError
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, THINNING, open_storage
@@ -99,7 +102,9 @@ def test_masters_that_no_name_leads_to_do_not_go(dtype: str, tmp_path: Path) -> 
         shutil.copytree(tag_directory(UNNAMED), tmp_path / name)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     for dry_run in (True, False):
-        (old, _) = ckpttool.prune(tmp_path, keep_last=1, thin=dtype, dry_run=dry_run)
+        with refused(PruneError) as caught:
+            ckpttool.prune(tmp_path, keep_last=1, thin=dtype, dry_run=dry_run)
+        (old, _) = caught.value.decisions
         assert (old.keep, old.thin) == (True, None)
         assert old.reason.startswith("cannot be thinned: may hold fp32 master weights of 11 parameters, such as ")
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
@@ -188,6 +193,71 @@ def test_thin_torch_run_is_what_torch_loads(layout: str, dtype: str, tmp_path: P
     ckpttool.consolidate(directory, tmp_path / "out", to="safetensors")
     manager.restore(model, optimizer=optimizer)
     assert getattr(manager.restored, "step", None) == 2
+
+
+def test_thin_weights_of_fp64_keep_their_type_beside_fp32(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3).double()
+    manager = ckpttool.CheckpointManager(tmp_path, keep_last=1, thin="fp32")
+    for step in (1, 2):
+        manager.save(model, optimizer=False, step=step)
+    other = torch.nn.Linear(3, 3).double()
+    ckpttool.load(other, tmp_path / "step-1", weights_only=True)
+    assert ckpttool.inspect(tmp_path / "step-1").thin
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_signed_checkpoints_without_the_key_fail_a_prune(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    for step in (1, 2, 3):
+        ckpttool.CheckpointManager(tmp_path, sign_key=b"k" * 32).save(model, optimizer=False, step=step)
+    for dry_run in (True, False):
+        with refused(PruneError) as caught:
+            ckpttool.prune(tmp_path, keep_last=1, thin="bf16", dry_run=dry_run)
+        assert [one.keep for one in caught.value.decisions] == [True] * 3
+    with refused(CkptError):
+        ckpttool.prune(tmp_path, keep_last=1, thin="bf16", sign_key="env:CKPTTOOL_NO_SUCH_KEY")
+
+
+def _saved_by_torch(root: Path, step: int, *, accelerate: bool) -> dict[str, torch.Tensor]:
+    """Save a run with ``dcp.save``, in one directory or in the two of Accelerate; return its weights."""
+    model, optimizer = trained()
+    for _ in range(step):
+        optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    if accelerate:
+        dcp.save({"model": weights}, checkpoint_id=root / f"checkpoint-{step}" / ACCELERATE_MODEL, no_dist=True)
+        dcp.save({"optimizer": states}, checkpoint_id=root / f"checkpoint-{step}" / ACCELERATE_OPTIMIZER, no_dist=True)
+    else:
+        dcp.save({"model": weights, "optim": states}, checkpoint_id=root / f"step-{step}", no_dist=True)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("accelerate", [False, True])
+def test_runs_that_torch_has_saved_are_kept_by_the_same_rules(accelerate: bool, tmp_path: Path) -> None:
+    weights = [_saved_by_torch(tmp_path, step, accelerate=accelerate) for step in range(1, 6)]
+    prefix, inner = ("checkpoint-", ACCELERATE_MODEL) if accelerate else ("step-", "")
+    (tmp_path / f"{prefix}3" / inner / ".metadata").unlink()
+    listed = {entry.name: entry.condition for entry in ckpttool.ls(tmp_path).entries}
+    assert listed == {f"{prefix}{step}": "torn" if step == 3 else "whole" for step in range(1, 6)}
+    decisions = ckpttool.prune(tmp_path, keep_last=1, keep_every=4, thin="bf16")
+    assert {one.entry.name: one.thin for one in decisions if one.thin} == {f"{prefix}{n}": "bf16" for n in (1, 2)}
+    for step in (1, 2):
+        assert ckpttool.inspect(tmp_path / f"{prefix}{step}").thin
+        own = weights[step - 1]
+        exact = {
+            name: own[name] for name in ("2.bias", "0.weight")
+        }  # without states, as buffers; torch saves ties twice
+        assert_equal(loaded_by_torch(tmp_path / f"{prefix}{step}" / inner), rounded(own) | exact)
+    assert_equal(loaded_by_torch(tmp_path / f"{prefix}4" / inner), weights[3])
+    ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{prefix}{n}" for n in (1, 2, 5)]
+
+
+def test_a_conversion_of_torch_without_optimizer_is_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"model": trained()[0].state_dict()}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    assert all(one.keep for one in ckpttool.prune(tmp_path, keep_last=1, grace=0))
+    assert len([*tmp_path.iterdir()]) == 2
 
 
 def test_files_of_the_user_stay(checkpoint_copy: Callable[[str], Path]) -> None:

@@ -197,7 +197,7 @@ def test_the_last_step_of_plain_saves_is_kept_though_latest_names_an_older_one(t
         return CatalogEntry(
             name=f"step{step}", path=str(tmp_path / f"step{step}"), format="zero", stage=2, world_size=2, step=step,
             nbytes=1, modified=0.0, whole=True, problem=None, latest=step == 1, link=None, metrics={},
-            rank=4 if step == 1 else step, committed=committed,
+            rank=4 if step == 1 else step, committed=committed, of_run=True,
         )  # fmt: skip
 
     for committed, kept in ((False, {1, 3}), (True, {1})):

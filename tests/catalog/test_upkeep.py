@@ -49,13 +49,13 @@ def _entry(step: int, **changes: Any) -> CatalogEntry:
     values: dict[str, Any] = {
         "name": f"step{step}", "path": f"run/step{step}", "format": "zero", "stage": 2, "world_size": 2, "step": step,
         "nbytes": 10, "modified": NOW - 100 * DAY, "whole": True, "problem": None, "latest": False, "link": None,
-        "metrics": {}, "saved": NOW - (100 - step) * DAY,
+        "metrics": {}, "saved": NOW - (100 - step) * DAY, "of_run": True,
     }  # fmt: skip
     return CatalogEntry(**{**values, **changes})
 
 
 def _thin(step: int, dtype: str = "bf16") -> CatalogEntry:
-    return _entry(step, format="thin", stage=None, thin=dtype)
+    return _entry(step, format="thin", stage=None, thin=dtype, of_run=False)
 
 
 def _decided(entries: list[CatalogEntry], **rules: Any) -> dict[int | None, Decision]:

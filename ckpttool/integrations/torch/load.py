@@ -543,7 +543,7 @@ def _castable(checkpoint: Checkpoint, one: _Wanted) -> _Wanted:
     if not castable(one.state.dtype, one.dtype):
         types = f"{one.state.dtype}, which cannot be converted to the {one.dtype} of the run"
         problem = f"has {one.key} of {one.name} in {types}"
-        raise PlanError(checkpoint.location, problem, "build the run with the type of the checkpoint")
+        raise PlanError(checkpoint.location, problem, "load it into a run of that type, and then change the run's type")
     return one
 
 
