@@ -160,11 +160,12 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] 
         PlanError: The files number other parameters than the optimizer has.
         CkptError: A file cannot be read.
     """
-    from ckpttool.formats.rank_files import ORDER, read_rank_files
+    from ckpttool.formats.rank_files import read_rank_files
     from ckpttool.formats.state_files import read_state_files
     from ckpttool.formats.weights import UNREAD
     from ckpttool.formats.zero.reader import read_zero
     from ckpttool.formats.zero.stage0 import SEVERAL_ORDERS
+    from ckpttool.model.names import ORDER
 
     of_ranks = checkpoint.format == "rank files"
     whole = any(remark.endswith(UNREAD) for remark in checkpoint.remarks)

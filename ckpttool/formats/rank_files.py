@@ -25,6 +25,7 @@ from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
 from ckpttool.formats.strided import boxes_of, merge_slices
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.model import CheckpointFile, Replica, ScalarState, State, Topology, tensor_number
+from ckpttool.model.names import ORDER
 from ckpttool.storage import read_json
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from ckpttool.model import Checkpoint
     from ckpttool.storage import Reader, Storage
 
-ORDER = "the optimizer numbers its parameters: where shapes are equal, the order of the model is assumed"
-"""Remark on an optimizer whose order only the code of the run knows."""
 MAX_INTEGERS = 1 << 24
 """Largest mesh, in ranks."""
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which ``torch.compile`` and wrappers of activation checkpointing keep the module."""
+ORDER = "the optimizer numbers its parameters: where shapes are equal, the order of the model is assumed"
+"""Remark on an optimizer whose order only the code of the run knows."""
 PREFIX = "module."
 """Prefix of all names in the state dict of DDP."""
 TUNERS = (

@@ -19,6 +19,7 @@ from ckpttool.formats.optimizer_states import METADATA, NOT_FINITE, STEM, UNEVEN
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
+from ckpttool.model.names import ORDER
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks
 from ckpttool.storage import connect
@@ -383,7 +384,8 @@ def plan_weight_files(
     """
     target = TRAINING_DTYPES[chosen.dtype]
     proofs = sample_checks(checkpoint) if chosen.weights_from == "masters" else None
-    notes = [*map(str, checkpoint.notes), *checkpoint.remarks]
+    about = (remark for remark in checkpoint.remarks if chosen.optimizer or remark != ORDER)
+    notes = [*map(str, checkpoint.notes), *about]
     if checkpoint.format == "dcp" and not checkpoint.attempt:
         notes.append("its files do not identify their rank or save: two of one shape that were swapped are not noticed")
     training = any(group.hyperparameters.get("train_mode") is True for group in checkpoint.groups)
