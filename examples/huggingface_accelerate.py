@@ -44,7 +44,7 @@ class Progress:
 
 
 def of_strategy(strategy: str, stage: int, batch: int, *, fp32: bool) -> dict[str, Any]:
-    """The arguments of Accelerate; it needs none for DDP."""
+    """The arguments of Accelerate. Under DDP it must be told of a CPU, or each rank trains a model of its own."""
     if strategy == "deepspeed":
         config = {
             "train_micro_batch_size_per_gpu": batch,
@@ -57,7 +57,7 @@ def of_strategy(strategy: str, stage: int, batch: int, *, fp32: bool) -> dict[st
     if strategy == "fsdp2":
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
         return {"fsdp_plugin": plugin}
-    return {}
+    return {"cpu": not torch.cuda.is_available()}
 
 
 def main() -> None:
