@@ -49,7 +49,7 @@ def of_strategy(strategy: str, stage: int) -> dict[str, Any]:
         }
     if strategy == "fsdp2":
         config = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True}
-        return {"fsdp": "full_shard auto_wrap", "fsdp_config": config}
+        return {"fsdp": True, "fsdp_config": config}
     return {}
 
 

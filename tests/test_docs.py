@@ -120,7 +120,9 @@ def _killed_and_whole(directory: Path, example: str, strategy: str, imports: lis
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_the_trainer_without_deepspeed_resumes_on_more_ranks_after_a_kill(tmp_path: Path, strategy: str) -> None:
     imports = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
-    resumed, _, continued = _killed_and_whole(tmp_path, "examples/huggingface_trainer.py", strategy, imports, "checkpoint-?")
+    resumed, _, continued = _killed_and_whole(
+        tmp_path, "examples/huggingface_trainer.py", strategy, imports, "checkpoint-?"
+    )
     found = re.search(r"resumed from step (\d+); loss while training ([\d.]+), loaded back ([\d.]+)", resumed)
     assert found
     assert int(found[1]) > 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
-FRAMEWORKS = sampling.some(["trainer", "trainer-ddp", "accelerate", "lightning", "lightning-fsdp2"], 1)
+FRAMEWORKS = sampling.some(["trainer", "accelerate", "trainer-ddp", "lightning", "lightning-fsdp2"], 2)
 
 OF_TORCH = {"trainer-ddp", "lightning-fsdp2"}
 RAY_RUNS = {framework: ("frameworks", [framework]) for framework in FRAMEWORKS}
