@@ -43,7 +43,7 @@ def settings(config: dict[str, Any], workers: int) -> dict[str, Any]:
     }
 
 
-def train_with_trainer(config: dict[str, Any]) -> None:
+def train_with_trainer(config: dict[str, Any], *, ddp: bool = False) -> None:
     """Train with the Hugging Face Trainer; runs on every worker."""
     import ray.train
     import torch
@@ -66,7 +66,7 @@ def train_with_trainer(config: dict[str, Any]) -> None:
         disable_tqdm=True,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu else None,
-        deepspeed={**settings(config, workers), "train_micro_batch_size_per_gpu": "auto"},
+        deepspeed=None if ddp else {**settings(config, workers), "train_micro_batch_size_per_gpu": "auto"},
     )
     shape = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
@@ -196,6 +196,7 @@ def train_with_lightning(config: dict[str, Any], *, fsdp2: bool = False) -> None
 
 FRAMEWORKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "trainer": train_with_trainer,
+    "trainer-ddp": partial(train_with_trainer, ddp=True),
     "accelerate": train_with_accelerate,
     "lightning": train_with_lightning,
     "lightning-fsdp2": partial(train_with_lightning, fsdp2=True),

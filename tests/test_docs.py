@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -94,6 +95,62 @@ def test_accelerate_resumes_on_more_ranks_and_its_weights_are_loaded_back(tmp_pa
     assert "trained from step 10 to 20" in second
     for printed in (first, second):
         assert "outputs of the plain model differ by 0.000000" in printed
+
+
+def _killed_and_whole(directory: Path, example: str, strategy: str, imports: list[str], saved: str) -> list[str]:
+    """Kill an example on two ranks after a save, resume it on three, and run it on two without an interruption.
+
+    Last, DeepSpeed continues the resumed run. Return what the last three printed.
+    """
+    on_cpu = [str(ROOT / "tests" / "accelerate_on_cpu.py")] if strategy == "fsdp2" else []
+    run, whole, on = (
+        [*on_cpu, str(ROOT / example), str(directory / name), str(directory / "out"), "--strategy", used, "--fp32"]
+        for name, used in (("run", strategy), ("whole", strategy), ("run", "deepspeed"))
+    )
+    _, *printed = scripts.run(
+        directory / "logs", imports,
+        (2, [*run, "--steps", "2000"]), (3, [*run, "--steps", "60"]), (2, [*whole, "--steps", "60"]),
+        (2, [*on, "--steps", "66"]),
+        killed=f"{directory}/run/{saved}/{MANIFEST}",
+    )  # fmt: skip
+    return printed
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_the_trainer_without_deepspeed_resumes_on_more_ranks_after_a_kill(tmp_path: Path, strategy: str) -> None:
+    imports = ["transformers.trainer", "transformers.models.llama.modeling_llama"]
+    resumed, _, continued = _killed_and_whole(
+        tmp_path, "examples/huggingface_trainer.py", strategy, imports, "checkpoint-?"
+    )
+    found = re.search(r"resumed from step (\d+); loss while training ([\d.]+), loaded back ([\d.]+)", resumed)
+    assert found
+    assert int(found[1]) > 0
+    assert found[2] == found[3]
+    assert "resumed from step 60" in continued
+    losses, expected = (
+        {entry["step"]: entry["loss"] for entry in json.loads(path.read_text())["log_history"] if "loss" in entry}
+        for path in (tmp_path / name / "checkpoint-60" / "trainer_state.json" for name in ("run", "whole"))
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_accelerate_without_deepspeed_resumes_on_more_ranks_after_a_kill(tmp_path: Path, strategy: str) -> None:
+    example, saved = "examples/huggingface_accelerate.py", "checkpoints/checkpoint_?"
+    *printed, continued = _killed_and_whole(tmp_path, example, strategy, ["accelerate", "transformers"], saved)
+    losses, expected = (
+        {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", one)} for one in printed
+    )
+    found = re.search(r"trained from step (\d+) to 60", printed[0])
+    assert found
+    assert int(found[1]) > 0
+    assert [*losses] == [*range(int(found[1]) + 1, 61)]
+    assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
+    assert "trained from step 60 to 66" in continued
+    for one in (*printed, continued):
+        assert "outputs of the plain model differ by 0.000000" in one
 
 
 @pytest.mark.deepspeed

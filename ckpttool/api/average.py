@@ -19,7 +19,6 @@ from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weigh
 from ckpttool.model.averaging import average as average_of
 from ckpttool.model.selection import matcher
 from ckpttool.plan.builder import sample_checks
-from ckpttool.storage import connect
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 from ckpttool.targets.weights import select_weights
 
@@ -363,7 +362,7 @@ def _plan_weights(mean: Average, newest: Checkpoint, request: _Request) -> _Plan
     plan = plan_safetensors(
         mean.checkpoint, selection, max_shard_bytes=limit, consistency=sample_checks(mean.checkpoint)
     )
-    companions = find_sidecars(connect(newest.storage), newest.root)
+    companions = find_sidecars(newest)
     return _Planned(with_sidecars(plan, companions, dtype), selection, INDEX, tuple(c.name for c in companions), ())
 
 

@@ -20,7 +20,6 @@ from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.plan.builder import sample_checks
-from ckpttool.storage import connect
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
@@ -334,7 +333,7 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
             lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
         losses += [f"not written: {', '.join(lost)}"] if lost else []
         if target.layout == "verl":
-            found = find_sidecars(connect(checkpoint.storage), checkpoint.root)
+            found = find_sidecars(checkpoint)
             plan = with_sidecars(plan, [replace(s, name=posixpath.join(HUGGINGFACE, s.name)) for s in found], None)
         elif target.layout == "accelerate":
             companions, left_behind = sidecars_for(checkpoint, target.world_size)

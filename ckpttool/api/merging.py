@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import PlanError
-from ckpttool.formats.sidecars import SidecarFile, find_sidecars
+from ckpttool.formats.sidecars import SidecarFile, find_sidecars, sidecar_directory
 from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.storage import connect, read_json
 
@@ -162,8 +162,8 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
     """
     chosen = _chosen(checkpoint, [adapter] if isinstance(adapter, str) else adapter)
     configs = {name: _config(checkpoint, name, alone=len(adapters_of(checkpoint)) == 1) for name in chosen}
-    files = {} if base is None else {f.name: f for f in find_sidecars(connect(base.storage), base.root)}
-    files |= {f.name: f for f in find_sidecars(connect(checkpoint.storage), checkpoint.root)}
+    files = {} if base is None else {f.name: f for f in find_sidecars(base)}
+    files |= {f.name: f for f in find_sidecars(checkpoint)}
     model = config_of(files)
     check_embedding(checkpoint, base, [m for c in configs.values() for m in c.get("modules_to_save") or ()], model)
     merged = merge_lora(checkpoint, base and with_tied_head(base, model), configs)
@@ -199,15 +199,15 @@ def _config(checkpoint: Checkpoint, adapter: str, *, alone: bool) -> dict[str, A
         PlanError: The checkpoint does not contain it.
         LayoutError: It is damaged.
     """
-    storage = connect(checkpoint.storage)
+    storage, directory = connect(checkpoint.storage), sidecar_directory(checkpoint)
     # PEFT saves an adapter that is not called "default" in a directory of its name.
-    paths = [posixpath.join(checkpoint.root, adapter, CONFIG)] if adapter else []
+    paths = [posixpath.join(directory, adapter, CONFIG)] if adapter else []
     if alone or adapter in {"", "default"}:
-        paths.append(posixpath.join(checkpoint.root, CONFIG))
+        paths.append(posixpath.join(directory, CONFIG))
     path = next((path for path in paths if storage.exists(path)), None)
     if path is None:
         problem = f"has no {CONFIG}, which records the scaling of the adapter"
-        raise PlanError(checkpoint.root, problem, f"copy the one of the training run to {paths[-1]}")
+        raise PlanError(directory, problem, f"copy the one of the training run to {paths[-1]}")
     return read_json(storage, path, "a JSON object", "restore it from a copy")
 
 

@@ -172,7 +172,7 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
     not_copied = []
     source = connect(checkpoint.storage)
     for entry in source.listing(checkpoint.root):
-        if entry.is_dir or _matches(entry.name, (*OWN, MANIFEST)):
+        if entry.is_dir or _matches(entry.name, OWN):
             continue
         if not _matches(entry.name, COPIED_SIDECARS) or entry.nbytes > MAX_BYTES:
             not_copied.append(entry.name)

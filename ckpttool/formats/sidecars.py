@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import RESTORE
 from ckpttool.model import Checkpoint, CheckpointFile
-from ckpttool.storage import LATEST, LATEST_UNIVERSAL
+from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, connect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.formats.location import Location
-    from ckpttool.storage import Storage, StorageSpec
+    from ckpttool.storage import Entry, Storage, StorageSpec
 
 
 # Source: transformers 5, ``save_pretrained`` of models, tokenizers and processors.
@@ -63,8 +63,8 @@ POSITION = ("dl_state_dict*.bin",)
 """Positions of Accelerate's data loaders, counted in batches of all ranks."""
 STEPS_OF_RANKS = "scheduler.bin"
 """State of Accelerate's scheduler: one step per rank (``AcceleratedScheduler.step``), unless it splits batches."""
-OWN = (LATEST, LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py", ".*")
-"""Files of DeepSpeed or of the system, from which no framework resumes."""
+OWN = (LATEST, LATEST_UNIVERSAL, MANIFEST, "zero_to_fp32.py", "zero_to_torch.py", ".*")
+"""Files of DeepSpeed, ckpttool or the system, from which no framework resumes."""
 HUGGINGFACE = "huggingface"
 """Subdirectory of the sidecar files of verl."""
 MAX_BYTES = 1 << 28
@@ -91,24 +91,37 @@ class SidecarFile:
     """Whether ``text`` already differs from the file."""
 
 
-def find_sidecars(storage: Storage, root: str, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:
-    """List the sidecar files in a directory, and in the subdirectory that verl has for them.
+def sidecar_directory(checkpoint: Checkpoint) -> str:
+    """Return the directory of the sidecar files: the root, or the checkpoint's own if it has some.
+
+    A save of a torch run under the Trainer or Accelerate has them in its own: the folder is the tag.
+    """
+    own = connect(checkpoint.storage).listing(checkpoint.location) if checkpoint.location != checkpoint.root else ()
+    has_some = any(_is_one(entry, (*RESUME_FILES, *RANDOM)) for entry in own)
+    return checkpoint.location if has_some else checkpoint.root
+
+
+def _is_one(entry: Entry, patterns: Sequence[str]) -> bool:
+    return not entry.is_dir and any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in patterns)
+
+
+def find_sidecars(checkpoint: Checkpoint, patterns: Sequence[str] = PATTERNS) -> tuple[SidecarFile, ...]:
+    """List the sidecar files of a checkpoint, and those in the subdirectory that verl has for them.
 
     Args:
-        storage: Its storage.
-        root: The directory.
+        checkpoint: The checkpoint.
         patterns: Globs on file names.
 
     Raises:
         StorageError: The directory or ``config.json`` cannot be read.
     """
+    storage, root = connect(checkpoint.storage), sidecar_directory(checkpoint)
     found: dict[str, SidecarFile] = {}
     for directory in (root, posixpath.join(root, HUGGINGFACE)):
         if directory != root and not storage.is_dir(directory):
             continue
         for entry in storage.listing(directory):
-            matches = any(fnmatch.fnmatchcase(entry.name, p) for p in patterns)
-            if entry.is_dir or entry.nbytes > MAX_BYTES or not matches or entry.name in found:
+            if entry.nbytes > MAX_BYTES or not _is_one(entry, patterns) or entry.name in found:
                 continue
             path = posixpath.join(directory, entry.name)
             with storage.open(path) as reader:

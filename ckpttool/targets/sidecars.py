@@ -19,6 +19,7 @@ from ckpttool.formats.sidecars import (
     SidecarFile,
     find_sidecars,
     rank_state_indexes,
+    sidecar_directory,
 )
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.storage import connect
@@ -39,8 +40,7 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         checkpoint: The source.
         ranks: Number of ranks of the target; None for a target of any number.
     """
-    storage, root = connect(checkpoint.storage), checkpoint.root
-    sidecars = find_sidecars(storage, root, (*RESUME_FILES, *RANDOM, *POSITION))
+    sidecars = find_sidecars(checkpoint, (*RESUME_FILES, *RANDOM, *POSITION))
     random, position = ([c for c in sidecars if _is(c.name, kind)] for kind in (RANDOM, POSITION))
     copied = [c for c in sidecars if c not in random and c not in position]
     topology = checkpoint.topology
@@ -60,9 +60,8 @@ def sidecars_for(checkpoint: Checkpoint, ranks: int | None) -> tuple[list[Sideca
         )
     known = {*names, *(c.name for c in (*random, *position)), *(f.name for f in checkpoint.files)}
     if checkpoint.latest is not None:
-        omitted = [
-            e.name for e in storage.listing(root) if not e.is_dir and e.name not in known and not _is(e.name, OWN)
-        ]
+        beside = connect(checkpoint.storage).listing(sidecar_directory(checkpoint))
+        omitted = [e.name for e in beside if not e.is_dir and e.name not in known and not _is(e.name, OWN)]
         if omitted:
             notes.append(f"not copied: other files in the checkpoint's root ({_few(sorted(omitted))})")
     return copied, notes

@@ -22,7 +22,6 @@ from ckpttool.model import BY_ROWS, MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.model.names import ORDER
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement, sample_checks
-from ckpttool.storage import connect
 from ckpttool.targets.sidecars import with_sidecars
 from ckpttool.targets.weights import (
     Weight,
@@ -398,7 +397,7 @@ def plan_weight_files(
         selection = weights.select_adapter(checkpoint, source=chosen.weights_from, dtype=target)
         selection, unused = renamed(selection, chosen.rename_map, rules, checkpoint.location)
         plan = plan_safetensors(checkpoint, selection, max_shard_bytes=1 << 62, consistency=proofs, stem=weights.STEM)
-        companions = find_sidecars(connect(checkpoint.storage), checkpoint.root, (weights.CONFIG, "README.md"))
+        companions = find_sidecars(checkpoint, (weights.CONFIG, "README.md"))
         if weights.CONFIG not in {c.name for c in companions}:
             notes.append(f"{weights.CONFIG} is missing beside the checkpoint: PEFT needs one in {out}")
         index = ""
@@ -419,7 +418,7 @@ def plan_weight_files(
         else:
             plan, index = _plan_weights(chosen.to, checkpoint, selection, limit, proofs)
         if companions is None:
-            companions = find_sidecars(connect(checkpoint.storage), checkpoint.root)
+            companions = find_sidecars(checkpoint)
             if any(".lora_A." in one.name for one in selection.weights):
                 notes.append(LORA)
     plan = with_sidecars(plan, companions, target)

@@ -5,9 +5,9 @@ Losses, learning rates, random numbers and warnings of each run are in ``facts.j
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from tests import accelerate_on_cpu
 from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
@@ -43,13 +43,13 @@ class Progress:
 def _fsdp2() -> dict[str, Any]:
     from accelerate import FullyShardedDataParallelPlugin
 
-    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    accelerate_on_cpu.run_on_cpu()
     return {"cpu": True, "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=SHARDED)}
 
 
 def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
     import torch
-    from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, PartialState
+    from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DataLoaderConfiguration, InitProcessGroupKwargs, ProjectConfiguration, set_seed
 
     from ckpttool.integrations.accelerate import prepare
@@ -71,9 +71,6 @@ def _train(job: dict[str, Any], facts: dict[str, Any]) -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=not job.get("unseeded"), data_seed=3),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
     )
-    if job.get("fsdp2"):  # which Accelerate has on accelerators alone
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, sharded["fsdp_plugin"]
     saves = prepare(accelerator, prove=True, **job["prepare"]) if job.get("prepare") is not None else None
     if job.get("twice"):
         prepare(accelerator)

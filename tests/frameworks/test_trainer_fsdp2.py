@@ -144,6 +144,21 @@ def test_a_folder_has_the_files_of_the_trainer(runs: dict[str, Any], name: str, 
     assert ckpttool.inspect(folder).metrics["loss"] == runs[name]["losses"][str(SAVED)]
 
 
+def test_exports_and_conversions_have_the_files_of_the_trainer(runs: dict[str, Any], tmp_path: Path) -> None:
+    whole, adapter = (runs[name]["out"] / "run" / f"checkpoint-{SAVED}" for name in ("plain", "lora"))
+    ckpttool.consolidate(whole, tmp_path / "weights", to="safetensors")
+    ckpttool.consolidate(adapter, tmp_path / "adapter", to="safetensors", adapter_only=True)
+    report = ckpttool.convert(whole, tmp_path / "zero", to="zero", stage=2, world_size=3, dtype="fp32")
+    for out, source, names in (
+        ("weights", whole, {"config.json", "generation_config.json"}),
+        ("adapter", adapter, {"adapter_config.json", "README.md"}),
+        ("zero", whole, {"config.json", "generation_config.json", "trainer_state.json", "scheduler.pt"}),
+    ):
+        for name in names:
+            assert (tmp_path / out / name).read_bytes() == (source / name).read_bytes(), name
+    assert not [note for note in report.notes if "other files" in note]
+
+
 def test_limits_and_the_best_model_work_with_saves_in_the_background(runs: dict[str, Any]) -> None:
     facts = runs["best"]
     best = min(facts["evals"], key=lambda step: facts["evals"][step])

@@ -9,6 +9,7 @@ import contextlib
 import os
 from typing import Any
 
+from tests import accelerate_on_cpu
 from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
@@ -143,19 +144,7 @@ def _deepspeed(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fsdp2(state_dicts: str) -> dict[str, Any]:
-    """Return the arguments of FSDP2, which Accelerate has on accelerators alone."""
-    from accelerate import DistributedType, PartialState
-    from accelerate.state import AcceleratorState
-
-    start = AcceleratorState.__init__
-
-    def start_on_a_cpu(self: Any, *given: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        start(self, *given, fsdp_plugin=fsdp_plugin, **options)
-        if fsdp_plugin is not None:
-            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
-
-    AcceleratorState.__init__ = start_on_a_cpu
+    accelerate_on_cpu.run_on_cpu()
     config = {"fsdp_version": 2, "state_dict_type": state_dicts, "reshard_after_forward": True}
     wrapped = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     return {"fsdp": "full_shard", "fsdp_config": {**config, **wrapped}}

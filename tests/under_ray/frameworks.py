@@ -15,7 +15,7 @@ from ckpttool.storage import MANIFEST
 PRINTED = "printed"
 """File beside the checkpoints of a run, for what its workers print."""
 WHOLE = ("latest", MANIFEST)
-"""Last file of a checkpoint: of DeepSpeed, or of FSDP2."""
+"""Last file of a checkpoint: of DeepSpeed, or of a torch run."""
 STEPS = 8
 """Steps of the first run; the second goes on for as many."""
 

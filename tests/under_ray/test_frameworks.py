@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.ray]
 
-FRAMEWORKS = sampling.some(["trainer", "accelerate", "lightning", "lightning-fsdp2"], 1)
+FRAMEWORKS = sampling.some(["trainer", "accelerate", "trainer-ddp", "lightning", "lightning-fsdp2"], 2)
 
-FSDP2 = "lightning-fsdp2"
+OF_TORCH = {"trainer-ddp", "lightning-fsdp2"}
 RAY_RUNS = {framework: ("frameworks", [framework]) for framework in FRAMEWORKS}
 
 
@@ -39,7 +39,7 @@ def test_ray_knows_the_commits_and_keeps_as_many_as_it_was_told(trained: Trained
     newest, kept = told[0], told[1].split(", ")
     assert newest in kept
     assert len(kept) == 2
-    whole = {path.parent.name for path in (directory / framework).glob(f"*/{WHOLE[framework == FSDP2]}")}
+    whole = {path.parent.name for path in (directory / framework).glob(f"*/{WHOLE[framework in OF_TORCH]}")}
     assert whole == set(kept)
     for name in kept:
         assert not ckpttool.verify(directory / framework / name, deep=True).findings
