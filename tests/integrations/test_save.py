@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.errors import PlanError
 from ckpttool.formats import dcp
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save
+from ckpttool.integrations.live.run import Repeated
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.saving.files import HostPayload
@@ -403,7 +406,9 @@ def _large(job: dict[str, Any], directory: Path) -> list[tuple[str, Any, Any]]:
         parameter.grad = torch.ones_like(parameter) * 2
     optimizer.step()
     truth = _held(net, optimizer)
-    ckpttool.CheckpointManager(directory / job["id"]).save(net, optimizer=optimizer, step=1)
+    manager = ckpttool.CheckpointManager(directory / job["id"])
+    for step in (1, 2):  # the second one sends its parts as a hash
+        manager.save(net, optimizer=optimizer, step=step)
     net, optimizer = built(2)
     _restored(directory / job["id"], net, optimizer)
     held = _held(net, optimizer)
@@ -420,6 +425,25 @@ def _large(job: dict[str, Any], directory: Path) -> list[tuple[str, Any, Any]]:
 def test_large_states_are_read_into_new_tensors(tmp_path: Path) -> None:
     for name, ranks in each_on_ranks(_large, LARGE, tmp_path, imports=["torch.distributed.fsdp"]).items():
         assert ranks == [[]] * len(ranks), name
+
+
+def test_a_rank_sends_only_what_has_changed_since_its_last_save() -> None:
+    first, second = Repeated(), Repeated()
+    texts = [{"names": "a" * 1000, "boxes": f"{rank}" * 1000} for rank in range(2)]
+    for repeats in range(3):
+        messages = [one.message(own) for one, own in zip((first, second), texts, strict=True)]
+        assert first.texts(messages) == texts
+        assert all(len(json.dumps(one)) < 100 for one in messages) == (repeats > 0)
+        first.agree()
+        second.agree()
+    texts[1]["boxes"] = "2"
+    messages = [first.message(texts[0]), second.message(texts[1])]
+    assert first.texts(messages) == texts
+    assert [*map(len, messages[1].values())] == [17, 1]
+    # That exchange failed on the second rank, which sends the text again.
+    assert second.message(texts[1])["boxes"] == "2"
+    with refused(PlanError):
+        Repeated().texts([first.message(texts[0])] * 2)
 
 
 def test_lazy_views_are_saved_with_their_values(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,48 @@ class Captured:
     """The files that rank 0 writes after all others."""
 
 
+class Repeated:
+    """Texts that every rank sends in each save: one that has not changed is sent as its hash."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, str] = {}
+        """The hash of each text of this rank in the exchange that runs."""
+        self._agreed: dict[str, str] = {}
+        """The hashes of the last exchange that succeeded: rank 0 has those texts."""
+        self._known: dict[int, dict[str, str]] = {}
+        """On rank 0, the texts of each rank."""
+
+    def message(self, texts: Mapping[str, str]) -> dict[str, str]:
+        """Return the message of this rank.
+
+        Args:
+            texts: The texts by key; none begins with "=".
+        """
+        self._own = {key: f"={hashlib.sha256(text.encode()).hexdigest()[:16]}" for key, text in texts.items()}
+        return {key: own if own == self._agreed.get(key) else texts[key] for key, own in self._own.items()}
+
+    def texts(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        """Return on rank 0 the texts of all ranks, from their messages; equal texts are one object.
+
+        Raises:
+            PlanError: A rank has sent a hash, but rank 0 has not got the text.
+        """
+        one: dict[str, str] = {}
+        for rank, message in enumerate(messages):
+            known = self._known.get(rank, {})
+            if any(text.startswith("=") and key not in known for key, text in message.items()):
+                raise PlanError(
+                    "CheckpointManager", f"is a new one on rank 0, not on rank {rank}", "make it on every rank"
+                )
+            whole = {key: known[key] if text.startswith("=") else text for key, text in message.items()}
+            self._known[rank] = {key: one.setdefault(text, text) for key, text in whole.items()}
+        return [*self._known.values()]
+
+    def agree(self) -> None:
+        """Note that the exchange has succeeded."""
+        self._agreed = self._own
+
+
 @dataclass(slots=True, eq=False)
 class Kept:
     """Objects of a run that a manager reuses in the next save."""
@@ -65,6 +108,8 @@ class Kept:
     """The engines with a save that was found to be restorable."""
     warned: bool = False
     """Whether the user was warned that gradients are not saved."""
+    repeated: Repeated = field(default_factory=Repeated)
+    """The messages of the last save."""
     memory: dict[str, HostMemory] = field(default_factory=dict)
     """Buffers for copies of the state, by name of the engine."""
 

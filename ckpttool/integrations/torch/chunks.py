@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ckpttool.formats.chunk_index import Path
     from ckpttool.integrations.live.host_memory import HostMemory
     from ckpttool.integrations.live.request import Save, Written
-    from ckpttool.integrations.live.run import Kept, Ready
+    from ckpttool.integrations.live.run import Kept, Ready, Repeated
     from ckpttool.integrations.torch.live import LiveState, Piece
     from ckpttool.integrations.torch.live_run import LiveRun
     from ckpttool.model.rank_digest import RankDigest
@@ -172,11 +172,11 @@ class Described:
     extra: Mapping[str, Any]
     """The states of other objects by name."""
 
-    def parts(self) -> dict[str, Any]:
+    def parts(self, repeated: Repeated) -> dict[str, Any]:
         """Return the parts of the tensors that this rank has, and the states of other objects as text."""
-        return self.index.parts() | {"extra": {name: _exact(own) for name, own in self.extra.items()}}
+        return {**repeated.message(self.index.parts()), "extra": {n: _exact(own) for n, own in self.extra.items()}}
 
-    def share(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def share(self, parts: Sequence[dict[str, Any]], repeated: Repeated) -> dict[str, Any]:
         """Return on rank 0 the decision of ``DcpIndex.share``, and the objects whose state differs between ranks.
 
         Raises:
@@ -184,7 +184,8 @@ class Described:
         """
         texts = {name: {own["extra"][name] for own in parts} for name in self.extra}
         own = [name for name, found in texts.items() if len(found) > 1 or min(found).startswith(NOT_COMPARED)]
-        return self.index.share(parts) | {"of_ranks": own}
+        told = [{key: text for key, text in one.items() if key != "extra"} for one in parts]
+        return self.index.share(repeated.texts(told)) | {"of_ranks": own}
 
 
 def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) -> Described:
@@ -277,7 +278,12 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         RankError: The ranks have other tensors, or their parts do not fill one.
     """
     made = attempt(partial(described, run, save, ranks.rank, directory, kept.layout))
-    shared = ranks.exchange(directory, lambda: made.result().parts(), lambda parts: made.result().share(parts))
+    shared = ranks.exchange(
+        directory,
+        lambda: made.result().parts(kept.repeated),
+        lambda parts: made.result().share(parts, kept.repeated),
+    )
+    kept.repeated.agree()
     found = made.result()
     of_rank = {name: found.extra[name] for name in shared["of_ranks"]}
     of_all = {name: state for name, state in found.extra.items() if name not in of_rank}
