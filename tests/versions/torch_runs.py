@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import multiprocessing, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -130,11 +131,13 @@ def _load_with_torch(mesh: str, directory: Path) -> None:
     run = _built(mesh, 2)
     _, inner, optimizer = run
     state = {"model": get_model_state_dict(inner), "optim": get_optimizer_state_dict(inner, optimizer)}
-    dcp.load(state, checkpoint_id=directory / mesh / f"step-{STEPS}")
+    other = truth["release"] != torch.__version__  # whose optimizers may lack an option
+    planner = DefaultLoadPlanner(allow_partial_load=other)
+    dcp.load(state, checkpoint_id=directory / mesh / f"step-{STEPS}", planner=planner)
     set_model_state_dict(inner, state["model"])
     set_optimizer_state_dict(inner, optimizer, state["optim"])
     _check(_held(run), truth["held"], f"{mesh} by torch")
-    _check_losses(run, truth, exact=truth["release"] == torch.__version__)
+    _check_losses(run, truth, exact=not other)
 
 
 def _load_with_ckpttool(mesh: str, directory: Path) -> None:
