@@ -141,9 +141,21 @@ def catalog(root: str, *, opening: Opening = Opening()) -> Catalog:
     above = {posixpath.relpath(posixpath.dirname(inner), root) for inner in below}
     left = tuple(sorted(above - {one.entry.name for one in found}, key=natural_order))
     found = [_of_save(one) if one.entry.name in root_itself.of_one_save else one for one in found]
-    found = _cut_off(found)
+    found = _without_conversions(_cut_off(found))
     ranked = _with_best(storage, root, _ranked(_by_names(found)), problems)
     return Catalog(root, tuple(sorted(ranked, key=lambda entry: entry.order)), tuple(problems), left)
+
+
+def _without_conversions(found: Sequence[_Listed]) -> list[_Listed]:
+    """Do not count a distributed checkpoint that may be a conversion: one beside other saves, or without a number."""
+    own = [one.entry for one in found if one.entry.of_run]
+    of_others = any(entry.stage is not None or entry.committed for entry in own)
+
+    def is_unsure(entry: CatalogEntry) -> bool:
+        alone = entry.stage is None and not entry.committed
+        return entry.of_run and alone and (of_others or pattern_of(entry.name) == entry.name)
+
+    return [one._replace(entry=replace(one.entry, of_run=False)) if is_unsure(one.entry) else one for one in found]
 
 
 def _cut_off(found: Sequence[_Listed]) -> list[_Listed]:

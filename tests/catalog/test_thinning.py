@@ -253,6 +253,17 @@ def test_runs_that_torch_has_saved_are_kept_by_the_same_rules(accelerate: bool, 
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{prefix}{n}" for n in (1, 2, 5)]
 
 
+def test_a_conversion_beside_a_run_is_kept_and_not_counted(checkpoint_copy: Callable[[str], Path]) -> None:
+    root = checkpoint_copy("zero2-dp2-bf16")
+    for name in ("torch", "torch-3"):
+        ckpttool.convert(root, root / name, to="dcp")
+    decisions = {one.entry.name: one.keep for one in ckpttool.prune(root, keep_last=1)}
+    assert decisions == {"global_step3": True, "torch": True, "torch-3": True}
+    for name in ("a", "b"):
+        shutil.copytree(root / "torch", root / "alone" / name)
+    assert all(one.keep for one in ckpttool.prune(root / "alone", keep_last=1))
+
+
 def test_a_conversion_of_torch_without_optimizer_is_kept(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"model": trained()[0].state_dict()}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
