@@ -78,7 +78,7 @@ class RunLayout(NamedTuple):
 
 
 _OF_FSDP = r"\.metadata|model\.safetensors\.index\.json|pytorch_model_fsdp_0|pytorch_model_fsdp_0_rank\d+\.bin"
-TRAINER = RunLayout(r"checkpoint-(\d+)", _OF_FSDP, prefix="checkpoint-")
+TRAINER = RunLayout(r"checkpoint-(\d+)", rf"{_OF_FSDP}|ckpttool\.json", prefix="checkpoint-")
 """Runs of the Trainer. Source: transformers 5.23, trainer_utils.py (``PREFIX_CHECKPOINT_DIR``)."""
 ACCELERATE = RunLayout(r"checkpoint_(\d+)", prefix="checkpoint_")
 """Projects of Accelerate. Source: accelerate 1.15, accelerator.py (``save_state``)."""
@@ -205,9 +205,22 @@ class Place:
             return TAG
         if self.pointer is not None:
             return ROOT
-        if self.tags:
+        if self.has_tags_of_root:
             return ENGINES if any(entry.name == MANIFEST for entry in self.entries) else ROOT
         return RUN if self.steps else OTHER
+
+    @cached_property
+    def has_tags_of_root(self) -> bool:
+        """Whether it has tags that a file ``latest`` would choose among.
+
+        Folders of the Trainer are none, and neither are thin checkpoints of a run that torch alone saves: the others
+        have no tag.
+        """
+        tags = [one for one in self.found if one.is_tag]
+        if not tags or all(is_named(one.tag, TRAINER) for one in tags):
+            return False
+        others = (one for one in self.found if not one.is_tag and not one.hidden and not one.outside)
+        return not all(one.thin for one in tags) or not any(Place(self.storage, one.path).marker for one in others)
 
     @cached_property
     def _is_step(self) -> bool:
@@ -325,9 +338,10 @@ class Place:
 
     @cached_property
     def trainers(self) -> list[str]:
-        """The checkpoints of a Hugging Face Trainer that have ``latest``, written last; the newest first."""
+        """The checkpoints of a Hugging Face Trainer that have ``latest`` or a manifest, written last; newest first."""
         folders = trainer_folders(self.found, TRAINER)
-        return [one.path for one in folders if Place(self.storage, one.path).has_file(LATEST)]
+        places = (Place(self.storage, one.path) for one in folders)
+        return [here.path for here in places if here.has_file(LATEST) or here.has_file(MANIFEST)]
 
     @property
     def whole(self) -> str | None:

@@ -110,7 +110,7 @@ def locate(here: Place, tag: str | None) -> Location:
         return _tag_itself(here, tag)
     if tag is None and here.kind == ENGINES:
         raise _several(src, [posixpath.join(src, name) for name in here.tags])
-    if tag is None and here.pointer is None and not here.tags:
+    if tag is None and here.pointer is None and not here.has_tags_of_root:
         return _of_trainer(here)
     if tag is None:
         refuse_several(here)
@@ -179,7 +179,8 @@ def _of_trainer(here: Place) -> Location:
     if not below and (foreign := _foreign(here.path, here.entries)):
         raise NoCheckpointError(here.path, f"contains {foreign[0]}, which ckpttool does not read", foreign[1])
     nested = [one.tag for one in trainer_folders(here.found, TRAINER)][::-1]
-    nested = nested or [path[len(here.path) :].lstrip("/") for path in below] or here.of_other_formats
+    inner = [path[len(here.path) :].lstrip("/") for path in below]
+    nested = nested or ([*dict.fromkeys([*inner, *here.of_other_formats])] if here.tags or not inner else inner)
     problem = f"contains {len(nested)} checkpoints and no latest" if len(nested) > 1 else "contains no checkpoint"
     error = NoCheckpointError(here.path, f"{problem} itself" if len(nested) == 1 else problem, _inside(here, nested))
     error.directories = here.engines
@@ -252,9 +253,9 @@ def inner_directory(here: Place, tag: str | None) -> str | None:
         LayoutError: The run has no such step, or the step has the checkpoints of several models.
     """
     below = here.below() if tag is None else []
-    if len(below) > 1:
-        return None
     found = here.steps
+    if len(below) > 1 or (here.tags and not found and not here.has_tags_of_root):
+        return None
     choose = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
     if tag is not None:
         if found and tag not in found:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckpttool.commit.marks import own_directories
 from ckpttool.errors import CkptError
 from ckpttool.formats import open_every
-from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
+from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER, METADATA, SHARD
 from ckpttool.formats.layouts import WEIGHTS, Place, is_below_step, is_part
 from ckpttool.formats.zero.files import is_of_tag
 from ckpttool.messages import printable
@@ -37,7 +37,7 @@ def others_below(storage: Storage, path: str) -> list[str]:
         for directory, entries in own_directories(storage, path)
     }
     holding = [name for name, files in files_of.items() if any(map(is_part, files))]
-    in_tag = any(map(is_of_tag, files_of[""]))
+    in_tag = any(is_of_tag(name) or name == METADATA or name.endswith(SHARD) for name in files_of[""])
     weights = [name for name, files in files_of.items() if any(map(WEIGHTS.fullmatch, files))]
     runs = [name for name in weights if name not in holding and (in_tag or is_below_step(name))]
     below = [name for name in (*holding, *runs) if name]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import accelerate
@@ -262,7 +263,9 @@ class AcceleratorSaves:
         )
         saves = self._folders.at(posixpath.join(root, "checkpoint"))
         saves.wait()
-        found: list[str] = saves.ranks.on_first(saves.root, lambda: _find(saves, root, newest=input_dir is None))
+        skip = None if _uses(self._accelerator) == "DeepSpeed" else saves.skip
+        find = partial(_find, saves, root, newest=input_dir is None, skip=skip)
+        found: list[str] = saves.ranks.on_first(saves.root, find)
         first: CkptError | None = None
         for path in found:
             try:
@@ -436,15 +439,17 @@ def _written(accelerator: Any, model: Any) -> Written:
     return Written(("model.safetensors", "optimizer.bin"), names if wrapped else None)
 
 
-def _find(saves: Folders, root: str, *, newest: bool) -> list[str]:
-    """Return the checkpoints to try, best first, on the first rank."""
+def _find(
+    saves: Folders, root: str, *, newest: bool, skip: Callable[[str, CkptError], None] | None = None
+) -> list[str]:
+    """Return the checkpoints to try, best first, on the first rank; ``skip`` is as for ``candidates_in``."""
     storage = saves.source(root)
     if not newest:
         if not storage.is_dir(root):
             raise LayoutError(root, "does not exist", "pass a folder that save_state has written")
         return candidates_in(storage, [root])
     storage.refresh([])
-    return candidates_in(storage, [one.path for one in Place(storage, root).folders])
+    return candidates_in(storage, [one.path for one in Place(storage, root).folders], skip)
 
 
 def _is_within_epoch(accelerator: Any) -> bool:

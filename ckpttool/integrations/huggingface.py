@@ -290,11 +290,17 @@ def adapt_state(directory: str, arguments: Any, is_whole: Callable[[str], bool])
 
     Returns:
         Name of the folder of the best checkpoint; "" if there is none.
+
+    Raises:
+        LayoutError: The Trainer's state is damaged.
     """
     path = os.path.join(directory, STATE)
     if not os.path.exists(path):
         return ""
-    state = transformers.TrainerState.load_from_json(path)
+    try:
+        state = transformers.TrainerState.load_from_json(path)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LayoutError(STATE, "is damaged", "restore it from a copy") from error
     if not arguments.auto_find_batch_size:
         state.train_batch_size = arguments.train_batch_size
     best = posixpath.basename(state.best_model_checkpoint or "")
@@ -335,7 +341,7 @@ def names_of_adapter(model: Any) -> dict[str, str]:
     """Return the names that PEFT gives to the weights of the active adapter, by their names in the model.
 
     Raises:
-        PlanError: The adapter has tensors that are not in the model, or several adapters are active.
+        PlanError: The adapter has tensors that are not in the model, or there are several adapters.
 
     Source: peft 0.21, utils/save_and_load.py (``get_peft_model_state_dict``).
     """
@@ -343,11 +349,14 @@ def names_of_adapter(model: Any) -> dict[str, str]:
 
     places = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(place): name for name, place in places.items()}
-    active = model.active_adapters
-    found = get_peft_model_state_dict(model, state_dict=places, adapter_name=active[0]) if len(active) == 1 else {}
+    if len(model.peft_config) > 1:
+        problem = f"are {len(model.peft_config)}, but the save would have one alone"
+        raise PlanError("the adapters of PEFT", problem, "train a model with one adapter, or remove the callback")
+    (adapter,) = model.peft_config
+    found = get_peft_model_state_dict(model, state_dict=places, adapter_name=adapter)
     if not found or any(id(place) not in names for place in found.values()):
-        problem = "is of a kind that cannot be saved, or several adapters are active"
-        raise PlanError("the adapter of PEFT", problem, "train one adapter of LoRA, or remove the callback")
+        problem = "is of a kind that cannot be saved"
+        raise PlanError("the adapter of PEFT", problem, "train an adapter of LoRA, or remove the callback")
     return {plain_name(names[id(place)]): name for name, place in found.items()}
 
 
@@ -630,8 +639,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if self._export_dtype and self._export_to is None and is_replicated(trainer) and not remote:
             problem = "is missing: under DDP the checkpoint itself has the weights, in their own type"
             raise ArgumentError("export_to", problem, "pass a directory, or leave export_dtype out")
+        if is_adapter(trainer) and not trainer.is_deepspeed_enabled:
+            names_of_adapter(trainer.model)  # refuses before the training, not at its first save
         saves, given = self._folders(trainer), resume_from_checkpoint
-        found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given))
+        skip = None if trainer.is_deepspeed_enabled else saves.skip
+        found: list[str] = saves.ranks.on_first(saves.root, lambda: self._find(saves, given, skip))
         if given is True and not found:
             raise ValueError(f"No valid checkpoint found in output directory ({saves.root})")  # as the Trainer
         token = LOADER.set(functools.partial(self._load, trainer, saves))
@@ -678,7 +690,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _is_whole(saves: Folders, name: str) -> bool:
         return any(saves.storage.exists(posixpath.join(saves.root, name, file)) for file in (LATEST, MANIFEST))
 
-    def _find(self, saves: Folders, given: Any) -> list[str]:
+    def _find(self, saves: Folders, given: Any, skip: Callable[[str, CkptError], None] | None) -> list[str]:
         """Return the checkpoints to try, best first, on the first rank."""
         newest = given is True or (not given and self._auto_resume)
         if not newest and not given:
@@ -694,7 +706,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                     raise LayoutError(folder, "holds no whole checkpoint", "pass resume_from_checkpoint=True")
                 return found
             # a script that looked for the newest
-        found = candidates_in(storage, listed)
+        found = candidates_in(storage, listed, skip)
         if listed and not found and given:
             problem = f"holds {len(listed)} checkpoints, and none was committed"
             raise LayoutError(saves.root, problem, "train from the beginning, without resume_from_checkpoint")

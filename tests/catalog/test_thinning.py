@@ -249,6 +249,7 @@ def test_runs_that_torch_has_saved_are_kept_by_the_same_rules(accelerate: bool, 
         }  # without states, as buffers; torch saves ties twice
         assert_equal(loaded_by_torch(tmp_path / f"{prefix}{step}" / inner), rounded(own) | exact)
     assert_equal(loaded_by_torch(tmp_path / f"{prefix}4" / inner), weights[3])
+    assert ckpttool.inspect(tmp_path).tag == f"{prefix}5"  # not the only thin one
     ckpttool.prune(tmp_path, keep_last=1, torn=True, grace=0)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{prefix}{n}" for n in (1, 2, 5)]
 
@@ -262,6 +263,23 @@ def test_a_conversion_beside_a_run_is_kept_and_not_counted(checkpoint_copy: Call
     for name in ("a", "b"):
         shutil.copytree(root / "torch", root / "alone" / name)
     assert all(one.keep for one in ckpttool.prune(root / "alone", keep_last=1))
+
+
+def test_a_thin_one_is_not_taken_for_the_root_of_saves_without_tags(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _saved_by_torch(tmp_path, step, accelerate=False)
+        (tmp_path / f"step-{step}").rename(tmp_path / f"epoch_{step}")
+    ckpttool.prune(tmp_path, keep_last=2, thin="bf16")
+    assert ckpttool.inspect(tmp_path / "epoch_1").thin
+    with refused(CkptError):
+        ckpttool.inspect(tmp_path)
+
+
+def test_exported_weights_below_a_save_of_torch_keep_it(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _saved_by_torch(tmp_path, step, accelerate=False)
+    ckpttool.consolidate(tmp_path / "step-1", tmp_path / "step-1" / "hf", to="safetensors")
+    assert all(one.keep for one in ckpttool.prune(tmp_path, keep_last=1))
 
 
 def test_a_conversion_of_torch_without_optimizer_is_kept(tmp_path: Path) -> None:

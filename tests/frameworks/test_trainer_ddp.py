@@ -87,6 +87,7 @@ def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
     add("factored", 2, arguments={"optim": "adafactor"}, fails=True)
     add("cast", 2, callback={"export_every": 1, "export_dtype": "bf16"}, fails=True)
     add("lora", 2, dropout=0.5, peft=True)
+    add("two-adapters", 2, peft=2, fails=True)
     add("lora-without", 2, dropout=0.5, peft=True, callback=None)
     for n in KILLED:
         rank, number, everyone = KILLS[n]
@@ -126,6 +127,11 @@ def _run(directory: Path, bucket: dict[str, Any]) -> dict[str, Any]:
     cut = directory / "cut" / "run" / f"checkpoint-{STEPS}" / "optimizer.pt"
     cut.write_bytes(cut.read_bytes()[:-1000])
     add("cut", 2, dropout=0.5, resume=True)
+    for name, lost in (("torn", "optimizer.pt"), ("unreadable", "trainer_state.json")):
+        shutil.copytree(directory / "without" / "run", directory / name / "run")
+        (directory / name / "run" / f"checkpoint-{STEPS}" / lost).unlink()
+        add(name, 2, dropout=0.5, resume=True)
+    (directory / "unreadable" / "run" / f"checkpoint-{STEPS}" / "trainer_state.json").write_text("{")
     add("flipped", 2, resume=True)
     for n in KILLED:
         shutil.copytree(directory / f"killed{n}" / "run", directory / f"revived{n}" / "run")
@@ -223,6 +229,8 @@ def test_what_cannot_be_saved_or_restored_is_refused_by_name(runs: dict[str, Any
     assert "in another shape than the parameter" in runs["factored"]["error"]
     assert not [*(runs["factored"]["out"] / "run").glob("checkpoint-*/*")]
     assert "export_to: is missing" in runs["cast"]["error"]
+    assert "the adapters of PEFT: are 2, but the save would have one alone" in runs["two-adapters"]["error"]
+    assert not (runs["two-adapters"]["out"] / "run" / f"checkpoint-{SAVED}").exists()
     assert "does not record the trained parameters" in runs["unnamed"]["error"]
 
 
@@ -241,7 +249,9 @@ def test_a_run_killed_in_a_save_goes_on_from_the_save_before(runs: dict[str, Any
     assert not ckpttool.verify(root / f"checkpoint-{STEPS}", deep=True).findings
 
 
-@pytest.mark.parametrize(("name", "source"), [("flipped", "plain"), ("cut", "without")])
+@pytest.mark.parametrize(
+    ("name", "source"), [("flipped", "plain"), ("cut", "without"), ("torn", "without"), ("unreadable", "without")]
+)
 def test_a_damaged_checkpoint_is_passed_over_and_named(runs: dict[str, Any], name: str, source: str) -> None:
     facts = runs[name]
     assert facts["restored"].endswith(f"checkpoint-{SAVED}")

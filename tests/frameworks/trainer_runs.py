@@ -201,6 +201,8 @@ def build(job: dict[str, Any]) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
+        for number in range(1, int(job["peft"])):
+            model.add_adapter(f"reference{number}", LoraConfig(r=2, target_modules=["q_proj"]))
     data = [{"input_ids": line, "labels": line} for line in tokens()]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:8])
     if job.get("callback") is not None:

@@ -95,6 +95,21 @@ def _from_zero(job: dict[str, Any]) -> dict[str, Any]:
     return {**told, "held": held, "options": options, "read": report.nbytes_read}
 
 
+def test_a_group_without_parameters_keeps_nothing_out_of_a_proof(tmp_path: Path) -> None:
+    """The Trainer makes a group of biases, also for an adapter that has none."""
+    runs = []
+    for _ in range(2):
+        net = nn.Linear(3, 3, bias=False)
+        runs.append((net, torch.optim.AdamW([{"params": [net.weight]}, {"params": [], "weight_decay": 0.0}])))
+    (net, optimizer), (other, fresh) = runs
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=optimizer, step=1)
+    report = ckpttool.load(other, tmp_path, optimizer=fresh, prove=True)
+    assert report.groups_kept == ()
+    assert "hyper-parameters, which were not restored" not in str(report)
+
+
 def test_a_run_of_torch_goes_on_with_what_deepspeed_saved() -> None:
     found = each_on_ranks(_from_zero, FROM_ZERO, imports=["torch.distributed.fsdp"])
     losses: dict[str, float] = {}

@@ -446,6 +446,20 @@ def test_a_rank_sends_only_what_has_changed_since_its_last_save() -> None:
         Repeated().texts([first.message(texts[0])] * 2)
 
 
+def _with_rng(_: dict[str, Any], directory: Path) -> None:
+    net = nn.Linear(2, 2)
+    manager: Any = ckpttool.CheckpointManager(directory)
+    optimizer = torch.optim.SGD(net.parameters())
+    manager.save(net, optimizer=optimizer, step=1, rank_state={"rng": ckpttool.rng_state()})
+
+
+def test_random_numbers_of_several_ranks_go_on_in_a_process_without_ranks(tmp_path: Path) -> None:
+    each_on_ranks(_with_rng, [{"id": "rng", "world_size": 2}], tmp_path)
+    net = nn.Linear(2, 2)
+    report = ckpttool.load(net, tmp_path, optimizer=torch.optim.SGD(net.parameters()))
+    assert report.rng_state() is not None
+
+
 def test_lazy_views_are_saved_with_their_values(tmp_path: Path) -> None:
     net, other = nn.Linear(2, 2), nn.Linear(2, 2)
     net.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)).conj())

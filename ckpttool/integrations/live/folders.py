@@ -59,6 +59,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "
 """Names of files with weights that frameworks and exports write into a checkpoint's folder."""
 STATIC = (*PATTERNS, "training_args.bin", "adapter_config.json", "README.md")
 """Names of files that no resume reads."""
+NO_WHOLE = "holds no whole checkpoint"
+"""Problem of a folder that is not an unfinished save of ckpttool."""
 RNG = "rng"
 """Key of the random number state in a rank state."""
 WITHIN_EPOCH = "within_epoch"
@@ -386,10 +388,17 @@ def was_within_epoch(report: LoadReport) -> bool:
     return isinstance(state, dict) and state.get(WITHIN_EPOCH) is True
 
 
-def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
+def candidates_in(
+    storage: Storage, folders: Iterable[str], skip: Callable[[str, CkptError], None] | None = None
+) -> list[str]:
     """Return the directories of the checkpoints in some folders, best first; warn of a folder that has none.
 
     Thin checkpoints come after all others: a run cannot resume from one, only load its weights.
+
+    Args:
+        storage: Their storage.
+        folders: The folders.
+        skip: Called for a folder that a framework has left torn: the save of its step then moves it aside.
 
     Raises:
         StorageError: A folder cannot be read.
@@ -399,7 +408,11 @@ def candidates_in(storage: Storage, folders: Iterable[str]) -> list[str]:
         own = of_folder(storage, folder)
         found += (inside := own if number or own else newest(storage, folder))
         if not inside:
-            LOG.warning("%s", LayoutError(folder, why_not(storage, folder), "it is skipped"))
+            error = LayoutError(folder, why_not(storage, folder), "it is skipped")
+            if skip is not None and error.problem == NO_WHOLE:
+                skip(folder, error)
+            else:
+                LOG.warning("%s", error)
     return [one.path for one in sorted(found, key=lambda one: one.thin)]
 
 
@@ -410,7 +423,7 @@ def why_not(storage: Storage, folder: str) -> str:
     for entry in storage.listing(folder) if storage.is_dir(folder) else []:
         if entry.is_dir and is_unfinished(storage, posixpath.join(folder, entry.name)):
             return f"was not committed: the save of {entry.name} did not finish"
-    return "holds no whole checkpoint"
+    return NO_WHOLE
 
 
 def check_no_foreign(storage: Storage, folders: Collection[str]) -> None:

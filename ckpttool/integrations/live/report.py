@@ -100,8 +100,9 @@ class LoadReport:
         Args:
             key: Name of ``ckpttool.rng_state()`` in the mapping that was saved as ``rank_state``; None if that was
                 ``rank_state`` itself.
-            rank: This rank; default: of the process group. Ranks with the same number share all streams.
-            world_size: Number of ranks; default: of the process group.
+            rank: This rank; default: of the process group, if there is one. Ranks with the same number share all
+                streams.
+            world_size: Number of ranks; default: of the process group, if there is one.
             shared: As for ``ckpttool.derive_rng_state``.
 
         Returns:
@@ -119,10 +120,9 @@ class LoadReport:
 
         from ckpttool.integrations.torch.rng import derive_rng_state
 
-        ranks = (
-            dist.get_rank() if rank is None else rank,
-            dist.get_world_size() if world_size is None else world_size,
-        )
+        alone = not dist.is_initialized()
+        own, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+        ranks = (own if rank is None else rank, size if world_size is None else world_size)
         return derive_rng_state((_rng_part(state, key) for state in self.rank_states), *ranks, shared=shared)
 
     def __str__(self) -> str:

@@ -261,7 +261,7 @@ class _Matcher:
             sources = [self.checkpoint.groups[i] for i in elements]
             options = [{k: v for k, v in g.hyperparameters.items() if k != "params"} for g in sources]
             if not options or not options[0].keys() - {"step"} or any(o != options[0] for o in options):
-                if not self.weights_only:
+                if names and not self.weights_only:
                     unrestored.append(number)
                     differ = f"its parameters are in groups {_listed_numbers(elements)} of the checkpoint, which differ"
                     why = differ if any(o.keys() - {"step"} for o in options) else "the checkpoint has none"
