@@ -231,7 +231,7 @@ def _entry(step: int, **changes: object) -> CatalogEntry:
     values = {
         "name": f"global_step{step}", "path": f"run/global_step{step}", "format": "zero", "stage": 2, "world_size": 2,
         "step": step, "nbytes": 10, "modified": None, "whole": True, "problem": None, "latest": False, "link": None,
-        "metrics": {"loss": 1 / step, "acc": 1 / step},
+        "metrics": {"loss": 1 / step, "acc": 1 / step}, "of_run": True,
     }  # fmt: skip
     return CatalogEntry(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -86,7 +86,10 @@ def test_the_source_gives_the_mesh_that_is_not_asked_for(tmp_path: Path) -> None
     [
         ({"to": "ranks"}, "layout: is missing"),
         ({"to": "ranks", "layout": "nested"}, "layout: is 'nested', not verl or accelerate"),
-        ({"to": "dcp", "layout": "verl"}, "layout: is 'verl', not nested, flat, app, accelerate or torchtitan"),
+        (
+            {"to": "dcp", "layout": "verl"},
+            "layout: is 'verl', not nested, flat, app, accelerate, torchtitan or lightning",
+        ),
         ({"to": "universal", "layout": "flat"}, "layout: is for dcp and ranks, not for universal"),
         ({"to": "dcp", "mesh": {"fsdp": 2}}, "mesh: is for ranks, not for dcp"),
         ({"to": "ranks", "layout": "verl", "mesh": {"fsdp": 0}}, "mesh: is 0"),
