@@ -263,7 +263,7 @@ def test_rules_keep_by_number_not_by_alphabet(rules: dict[str, object], kept: li
 
 def test_checkpoints_that_always_stay() -> None:
     entries = [_entry(1), _entry(2, latest=True), _entry(3), _entry(4, whole=False, problem="is missing")]
-    entries.append(_entry(5, format="universal", stage=None))
+    entries.append(_entry(5, format="universal", stage=None, of_run=False))
     assert _kept(entries, last=1) == [2, 3, 4, 5]
 
 
