@@ -338,8 +338,11 @@ class Place:
 
     @cached_property
     def trainers(self) -> list[str]:
-        """The checkpoints of a Hugging Face Trainer that have ``latest`` or a manifest, written last; newest first."""
-        folders = trainer_folders(self.found, TRAINER)
+        """The checkpoints of a Hugging Face Trainer that have ``latest`` or a manifest, written last; newest first.
+
+        Thin ones are none: the Trainer alone may have saved newer ones, without either file.
+        """
+        folders = [one for one in trainer_folders(self.found, TRAINER) if not one.thin]
         places = (Place(self.storage, one.path) for one in folders)
         return [here.path for here in places if here.has_file(LATEST) or here.has_file(MANIFEST)]
 

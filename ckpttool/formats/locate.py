@@ -254,7 +254,8 @@ def inner_directory(here: Place, tag: str | None) -> str | None:
     """
     below = here.below() if tag is None else []
     found = here.steps
-    if len(below) > 1 or (here.tags and not found and not here.has_tags_of_root):
+    without_tags = bool(here.tags) and not here.has_tags_of_root
+    if (len(below) > 1 and not without_tags) or (without_tags and not found):
         return None
     choose = f"choose one with tag: {', '.join(found[-MAX_RUNS:])}"
     if tag is not None:
