@@ -94,7 +94,7 @@ class CatalogEntry:
     best: bool = False
     """Whether the trainer's state in the newest checkpoint names it as the best, which the trainer loads at the end."""
     of_run: bool = field(default=False, metadata={"json": False})
-    """Whether a run has saved it and can go on from it, so that the rules count it: not a conversion or an export."""
+    """Whether a run has saved it and can resume from it. The rules count these alone: no conversion and no export."""
 
     @property
     def is_root(self) -> bool:

@@ -211,10 +211,10 @@ class Place:
 
     @cached_property
     def has_tags_of_root(self) -> bool:
-        """Whether it has tags that a file ``latest`` would choose among.
+        """Whether it is the root of tags, of which a file ``latest`` would name one.
 
-        Folders of the Trainer are none, and neither are thin checkpoints of a run that torch alone saves: the others
-        have no tag.
+        It is not if all tags are folders of the Trainer, or thin checkpoints beside others without tags, as torch saves
+        them.
         """
         tags = [one for one in self.found if one.is_tag]
         if not tags or all(is_named(one.tag, TRAINER) for one in tags):

@@ -71,7 +71,7 @@ class DcpLayout:
 
     @property
     def numbered(self) -> bool:
-        """Whether each optimizer has a state dict of its own."""
+        """Whether the state dicts of several optimizers have a key each, with a number."""
         return "{}" in self.optimizer[-1]
 
     def of_optimizer(self, number: int) -> DcpLayout:

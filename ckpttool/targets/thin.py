@@ -95,9 +95,10 @@ def _plan_distributed(checkpoint: Checkpoint, dtype: str) -> ThinPlan:
     own = (replace(w, dtype=w.state.dtype) if w.name in kept else w for w in selection.weights)
     selection = replace(selection, weights=tuple(own))
     storage, name = connect(checkpoint.storage), selection.weights[0].name
+    directories = {layout.directories[0] for layout in LAYOUTS.values()}
+    names = {inner: entry_names(storage, posixpath.join(checkpoint.location, inner)) for inner in directories}
     for layout in LAYOUTS.values():
-        names = entry_names(storage, posixpath.join(checkpoint.location, layout.directories[0]))
-        if ".".join((*layout.model, name)) in names:
+        if ".".join((*layout.model, name)) in names[layout.directories[0]]:
             thin = replace(layout, stem=STEM, metadata=THIN_METADATA)
             plans = [plan_dcp_weights(checkpoint, selection, thin)]
             if RUN_STATE not in {file.name for file in checkpoint.files}:  # torch alone has saved it

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = (("checkpoint-", ""), ("checkpoint_", ""), ("step=", ".ckpt"))
-"""What is before and after the step in the names of checkpoints of frameworks."""
+"""Prefix and suffix of the step in the names of frameworks' checkpoints."""
 
 
 def kill_at(point: dict[str, Any], directory: str) -> None:

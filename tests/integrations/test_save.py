@@ -440,8 +440,12 @@ def test_a_rank_sends_only_what_has_changed_since_its_last_save() -> None:
     messages = [first.message(texts[0]), second.message(texts[1])]
     assert first.texts(messages) == texts
     assert [*map(len, messages[1].values())] == [17, 1]
-    # That exchange failed on the second rank, which sends the text again.
-    assert second.message(texts[1])["boxes"] == "2"
+    # That exchange failed on the second rank: rank 0 has the new text, and the rank goes back to the old one.
+    texts[1]["boxes"] = "1" * 1000
+    messages = [first.message(texts[0]), second.message(texts[1])]
+    assert messages[1] == texts[1]
+    assert first.texts(messages) == texts
+    first.agree()
     with refused(PlanError):
         Repeated().texts([first.message(texts[0])] * 2)
 

@@ -64,27 +64,27 @@ class Repeated:
         """On rank 0, the texts of each rank."""
 
     def message(self, texts: Mapping[str, str]) -> dict[str, str]:
-        """Return the message of this rank.
+        """Return the message of this rank; until ``agree``, the next one has all texts.
 
         Args:
             texts: The texts by key; none begins with "=".
         """
-        self._own = {key: f"={hashlib.sha256(text.encode()).hexdigest()[:16]}" for key, text in texts.items()}
-        return {key: own if own == self._agreed.get(key) else texts[key] for key, own in self._own.items()}
+        agreed, self._agreed = self._agreed, {}
+        self._own = {key: _hash(text) for key, text in texts.items()}
+        return {key: own if own == agreed.get(key) else texts[key] for key, own in self._own.items()}
 
     def texts(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         """Return on rank 0 the texts of all ranks, from their messages; equal texts are one object.
 
         Raises:
-            PlanError: A rank has sent a hash, but rank 0 has not got the text.
+            PlanError: A rank has sent the hash of a text that rank 0 does not have.
         """
         one: dict[str, str] = {}
         for rank, message in enumerate(messages):
             known = self._known.get(rank, {})
-            if any(text.startswith("=") and key not in known for key, text in message.items()):
-                raise PlanError(
-                    "CheckpointManager", f"is a new one on rank 0, not on rank {rank}", "make it on every rank"
-                )
+            if any(text.startswith("=") and text != _hash(known.get(key, "")) for key, text in message.items()):
+                problem = f"is not of the same saves on ranks 0 and {rank}"
+                raise PlanError("CheckpointManager", problem, "make it on every rank at the same time")
             whole = {key: known[key] if text.startswith("=") else text for key, text in message.items()}
             self._known[rank] = {key: one.setdefault(text, text) for key, text in whole.items()}
         return [*self._known.values()]
@@ -92,6 +92,10 @@ class Repeated:
     def agree(self) -> None:
         """Note that the exchange has succeeded."""
         self._agreed = self._own
+
+
+def _hash(text: str) -> str:
+    return f"={hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ class TorchRun:
     without_thinning = ""
     is_folder = True
     clears_gradients = False
-    """Whether the loop clears the gradients before the next backward pass, so that none is lost."""
+    """Whether the loop discards the gradients before the next backward pass: no save needs them."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any = None) -> None:
         first = next(iter(model.values())) if isinstance(model, Mapping) else model
