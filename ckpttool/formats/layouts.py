@@ -211,7 +211,7 @@ class Place:
 
     @cached_property
     def has_tags_of_root(self) -> bool:
-        """Whether it is the root of tags, of which a file ``latest`` would name one.
+        """Whether it is the root of tags: a file ``latest`` in it would name one of them.
 
         It is not if all tags are folders of the Trainer, or thin checkpoints beside others without tags, as torch saves
         them.
