@@ -29,7 +29,7 @@ def _entry(name: str, step: int | None, modified: float | None, **more: Any) -> 
     given: dict[str, Any] = {
         "name": name, "path": f"/run/{name}", "format": "zero", "stage": 2, "world_size": 2, "step": step,
         "nbytes": 1000, "modified": modified, "saved": modified, "whole": True, "problem": None, "latest": False,
-        "link": None, "metrics": {},
+        "link": None, "metrics": {}, "of_run": True,
     }  # fmt: skip
     return CatalogEntry(**(given | more))
 
