@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.containers.records import KEY, Records
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef, TorchDType
 from ckpttool.dtypes import BY_TORCH_NAME
 
@@ -53,6 +54,7 @@ class Machine:
         "memory",
         "memory_left",
         "position",
+        "records",
         "same_hash",
         "stack",
         "storages",
@@ -71,6 +73,8 @@ class Machine:
         self.storages: dict[str, StorageRef] = {}
         self.same_hash: dict[int, set[Any]] = {}
         """Keys whose hash an attacker can choose, by hash."""
+        self.records: Records | None = Records(self)
+        """Reads objects by patterns; None after an opcode that writes to a place of the memo."""
 
     def charge(self, nbytes: int) -> None:
         """Charge ``nbytes`` of memory to the pickle; refuse it if the budget is exceeded."""
@@ -132,8 +136,7 @@ class Machine:
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that are not safe and cheap to hash and compare."""
         for key in keys:
-            # An entry of a growing dict takes 100 bytes and more.
-            self.charge(160)
+            self.charge(KEY)
             # Python salts the hash of text; small integers have distinct hashes; the others are hashed by identity.
             if key is None or isinstance(key, _SAFE_KEYS):
                 continue

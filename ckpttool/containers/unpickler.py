@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.budget import MEMORY, left, spend
 from ckpttool.containers.pickle_machine import Machine, RefusedError, Truncated
+from ckpttool.containers.records import BEGIN, CONTAINER, MEMO, OBJECT, SCALAR, SET, SLOT, TEXT
 from ckpttool.containers.torch_rebuild import DATA_REBUILDERS, TENSOR_REBUILDERS, rebuild_storage
 from ckpttool.containers.values import NOTHING, Opaque, OrderedDict, TensorRef, children
 from ckpttool.errors import ContainerError
@@ -37,7 +38,7 @@ MAX_INT_BYTES = 1024
 """Longest integer, in bytes: turning a longer one into text takes quadratic time."""
 
 
-_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1 = b".\x94hjK\x85"
+_STOP, _MEMOIZE, _BINGET, _LONG_BINGET, _BININT1, _TUPLE1, _EMPTY_TUPLE = b".\x94hjK\x85)"
 
 
 def execute(m: Machine) -> Any:
@@ -72,6 +73,12 @@ def execute(m: Machine) -> Any:
                 position += 1
             elif opcode == _TUPLE1:
                 stack[-1] = (stack[-1],)
+            elif opcode == _EMPTY_TUPLE and m.records is not None and data.startswith(BEGIN, position):
+                m.position, m.memory_left = position, memory
+                if m.records.read():
+                    position, memory = m.position, m.memory_left
+                else:
+                    stack.append(())
             elif opcode == _STOP:
                 if m.below or len(stack) != 1:
                     raise RefusedError("it does not end with one value")
@@ -320,11 +327,13 @@ def _add_items(m: Machine) -> None:
 
 
 def _put(m: Machine) -> None:
+    m.records = None
     m.memo[_parse_int(m.line())] = m.stack[-1]
 
 
 def _put_binary(number: struct.Struct) -> Callable[[Machine], None]:
     def handler(m: Machine) -> None:
+        m.records = None
         m.memo[number.unpack_from(m.data, m.position)[0]] = m.stack[-1]
         m.position += number.size
 
@@ -433,71 +442,67 @@ def unknown(m: Machine) -> None:
     raise RefusedError(f"opcode {m.data[m.position - 1]:#04x} has no place in a checkpoint")
 
 
-# Bytes that an opcode may take, rounded up: the value, its place on the stack (8, and 24 in all while that grows) and,
-# for a container, its place in the check of the depth.
-_SLOT, _SCALAR, _TEXT, _CONTAINER, _SET, _OBJECT, _MEMO = 24, 60, 100, 220, 380, 500, 140
-
 OPCODES: list[tuple[Callable[[Machine], None], int]] = [(unknown, 0)] * 256
 for _opcode, _handler, _cost in (
     (b"\x80", _ignore(_U8), 0),  # PROTO
     (b"\x95", _ignore(_U64), 0),  # FRAME
-    (b"N", _constant(None), _SLOT),
-    (b"\x88", _constant(True), _SLOT),
-    (b"\x89", _constant(False), _SLOT),
-    (b"I", _int_text, _SCALAR),
-    (b"L", _long_text, _SCALAR),
-    (b"J", _read_struct(_I32), _SCALAR),
-    (b"K", _read_struct(_U8), _SLOT),
-    (b"M", _read_struct(_U16), _SCALAR),
-    (b"\x8a", _long_binary(_U8), _SCALAR),
-    (b"\x8b", _long_binary(_I32), _SCALAR),
-    (b"F", _float_text, _SCALAR),
-    (b"G", _read_struct(_F64), _SCALAR),
-    (b"V", _text_line, _TEXT),
-    (b"X", _text(_U32), _TEXT),
-    (b"\x8c", _text(_U8), _TEXT),
-    (b"\x8d", _text(_U64), _TEXT),
-    (b"B", _bytes(_U32), _SCALAR),
-    (b"C", _bytes(_U8), _SCALAR),
-    (b"\x8e", _bytes(_U64), _SCALAR),
-    (b"\x96", _bytearray, _TEXT),
-    (b"S", _old_string_line, _TEXT),
-    (b"T", _old_string(_I32), _TEXT),
-    (b"U", _old_string(_U8), _TEXT),
-    (b"(", _mark, _TEXT),
+    (b"N", _constant(None), SLOT),
+    (b"\x88", _constant(True), SLOT),
+    (b"\x89", _constant(False), SLOT),
+    (b"I", _int_text, SCALAR),
+    (b"L", _long_text, SCALAR),
+    (b"J", _read_struct(_I32), SCALAR),
+    (b"K", _read_struct(_U8), SLOT),
+    (b"M", _read_struct(_U16), SCALAR),
+    (b"\x8a", _long_binary(_U8), SCALAR),
+    (b"\x8b", _long_binary(_I32), SCALAR),
+    (b"F", _float_text, SCALAR),
+    (b"G", _read_struct(_F64), SCALAR),
+    (b"V", _text_line, TEXT),
+    (b"X", _text(_U32), TEXT),
+    (b"\x8c", _text(_U8), TEXT),
+    (b"\x8d", _text(_U64), TEXT),
+    (b"B", _bytes(_U32), SCALAR),
+    (b"C", _bytes(_U8), SCALAR),
+    (b"\x8e", _bytes(_U64), SCALAR),
+    (b"\x96", _bytearray, TEXT),
+    (b"S", _old_string_line, TEXT),
+    (b"T", _old_string(_I32), TEXT),
+    (b"U", _old_string(_U8), TEXT),
+    (b"(", _mark, TEXT),
     (b"0", _pop, 0),
     (b"1", _pop_mark, 0),
-    (b"2", _dup, _SLOT),
-    (b"]", _empty(list), _CONTAINER),
-    (b"}", _empty(dict), _CONTAINER),
-    (b"\x8f", _empty(set), _SET),
-    (b")", _constant(()), _SLOT),
-    (b"\x85", _tuple(1), _CONTAINER),
-    (b"\x86", _tuple(2), _CONTAINER),
-    (b"\x87", _tuple(3), _CONTAINER),
-    (b"t", _tuple_mark, _TEXT),
-    (b"l", _list_mark, _CONTAINER),
-    (b"d", _dict_mark, _CONTAINER),
-    (b"\x91", _frozenset, _SET),
+    (b"2", _dup, SLOT),
+    (b"]", _empty(list), CONTAINER),
+    (b"}", _empty(dict), CONTAINER),
+    (b"\x8f", _empty(set), SET),
+    (b")", _constant(()), SLOT),
+    (b"\x85", _tuple(1), CONTAINER),
+    (b"\x86", _tuple(2), CONTAINER),
+    (b"\x87", _tuple(3), CONTAINER),
+    (b"t", _tuple_mark, TEXT),
+    (b"l", _list_mark, CONTAINER),
+    (b"d", _dict_mark, CONTAINER),
+    (b"\x91", _frozenset, SET),
     (b"a", _append, 0),
     (b"e", _appends, 0),
     (b"s", _set_item, 0),
     (b"u", _set_items_mark, 0),
     (b"\x90", _add_items, 0),
-    (b"p", _put, _MEMO),
+    (b"p", _put, MEMO),
     (b"q", _put_binary(_U8), 0),  # at most 256 of them
-    (b"r", _put_binary(_U32), _MEMO),
-    (b"\x94", _memoize, _MEMO),
-    (b"g", _get, _SLOT),
-    (b"h", _get_binary(_U8), _SLOT),
-    (b"j", _get_binary(_U32), _SLOT),
-    (b"c", _global, _SLOT),
-    (b"\x93", _stack_global, _SLOT),
-    (b"R", _reduce, _OBJECT),
-    (b"\x81", _new, _OBJECT),
-    (b"\x92", _new_with_keywords, _OBJECT),
+    (b"r", _put_binary(_U32), MEMO),
+    (b"\x94", _memoize, MEMO),
+    (b"g", _get, SLOT),
+    (b"h", _get_binary(_U8), SLOT),
+    (b"j", _get_binary(_U32), SLOT),
+    (b"c", _global, SLOT),
+    (b"\x93", _stack_global, SLOT),
+    (b"R", _reduce, OBJECT),
+    (b"\x81", _new, OBJECT),
+    (b"\x92", _new_with_keywords, OBJECT),
     (b"b", _build, 0),
-    (b"Q", _persistent, _OBJECT),
+    (b"Q", _persistent, OBJECT),
 ):
     OPCODES[_opcode[0]] = (_handler, _cost)
 
@@ -559,7 +564,8 @@ def unpickle(data: bytes, *, path: str, start: int = 0, max_memory_bytes: int | 
     except _DAMAGED as error:
         problem = f"pickle is damaged before byte {machine.position}"
         raise ContainerError(path, problem, "restore the file from a copy") from error
-    if isinstance(value, _NESTING) and _height(value, {}, 0) > MAX_DEPTH:
+    heights = {} if machine.records is None else machine.records.heights
+    if isinstance(value, _NESTING) and _height(value, heights, 0) > MAX_DEPTH:
         raise ContainerError(path, f"its pickle nests containers more than {MAX_DEPTH} deep", _FOREIGN_HINT)
     storages = machine.storages
     return Unpickled(value, machine.position, storages, {key: ref.nbytes for key, ref in storages.items()})

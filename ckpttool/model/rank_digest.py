@@ -41,6 +41,8 @@ CLIENT_STATE = "client_state"
 """Kind of the values that the user passes to a save; the first rank's are saved."""
 APART = "differs between ranks"
 """Begins the problem of a tensor whose replicas differ."""
+NO_SUM = 1 << 32
+"""Stands for the checksum of a part that has none."""
 SHOWN = 20
 """Most ranks that a message lists."""
 BOX = 1 << 63
@@ -105,11 +107,15 @@ class RankDigest(RankFacts):
     rows: NDArray[np.uint64]
     """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, and the lanes of its
     digest; shape (parts, 4)."""
+    sums: NDArray[np.int64] | None = None
+    """For each part: the CRC-32 of its bytes if another rank digests the same part, ``-1 - CRC`` if this rank digests
+    it, and NO_SUM without one: replicas are then compared by their digests."""
 
     def to_json(self) -> dict[str, str]:
         """Return the digests as JSON data; most of it is the same text on many ranks."""
         facts = {name: _packed(getattr(self, name)) for name in ("parts", *RankFacts.__dataclass_fields__)}
-        return {**facts, "rows": base64.b64encode(zlib.compress(self.rows.tobytes(), 1)).decode()}
+        sums = {} if self.sums is None else {"sums": _array_text(self.sums)}
+        return {**facts, "rows": _array_text(self.rows), **sums}
 
     @classmethod
     def from_json(cls, found: Mapping[str, str], parsed: dict[str, Any]) -> RankDigest:
@@ -126,12 +132,17 @@ class RankDigest(RankFacts):
                 parsed[found[name]] = [_part(one) for one in value] if name == "parts" else value
             facts[name] = parsed[found[name]]
         rows = np.frombuffer(zlib.decompress(base64.b64decode(found["rows"])), dtype=np.uint64).reshape(-1, 4)
-        return cls(rows=rows, **facts)
+        sums = np.frombuffer(zlib.decompress(base64.b64decode(found["sums"])), np.int64) if "sums" in found else None
+        return cls(rows=rows, sums=sums, **facts)
 
 
 def _part(found: Sequence[Any]) -> Part:
     key, name, dtype, shape, is_buffer = found
     return Part(key, name, dtype, tuple(shape), is_buffer)
+
+
+def _array_text(values: NDArray[Any]) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode()
 
 
 def _packed(value: Any) -> str:
@@ -310,7 +321,8 @@ def _merge_parts(
 ) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]], list[str]]:
     """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
 
-    Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
+    Of equal parts one is digested; each of the others has that digest, or the checksum of its bytes. Ranks may have
+    their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
 
     Returns:
         The tensors; contradictions; the buffers that differ between ranks, or that some lack; the ranks that have each
@@ -325,8 +337,10 @@ def _merge_parts(
     rows = np.concatenate([own.rows for own in ranks])
     tensor = np.concatenate([indexes[id(own.parts)] for own in ranks])
     rank = np.repeat(np.arange(len(ranks)), [len(own.rows) for own in ranks])
-    order = np.lexsort((rank, rows[:, 1], rows[:, 0], tensor))
-    rows, tensor, rank = rows[order], tensor[order], rank[order]
+    sums = np.concatenate([np.full(len(own.rows), NO_SUM) if own.sums is None else own.sums for own in ranks])
+    copies = (sums >= 0) & (sums != NO_SUM)
+    order = np.lexsort((rank, np.where(copies, 2, sums == NO_SUM), rows[:, 1], rows[:, 0], tensor))
+    rows, tensor, rank, sums, copies = rows[order], tensor[order], rank[order], sums[order], copies[order]
     parts = list(numbers)
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (tensor[1:] != tensor[:-1]) | (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
@@ -335,12 +349,14 @@ def _merge_parts(
     mismatches = []
     held = np.bincount(tensor.astype(np.intp), minlength=len(parts))
     odd = {n for n, part in enumerate(parts) if part.is_buffer and held[n] < len(ranks)}
-    for index in np.flatnonzero((rows[:, 2:] != rows[firsts[group], 2:]).any(axis=1)).tolist():
+    differing = np.where(copies, -1 - sums != sums[firsts[group]], (rows[:, 2:] != rows[firsts[group], 2:]).any(axis=1))
+    for index in np.flatnonzero(differing).tolist():
         part = parts[int(tensor[index])]
         if part.is_buffer:
             odd.add(int(tensor[index]))
             continue
-        problem = f"{APART} {rank[firsts[group[index]]]} and {rank[index]}, which have the same part"
+        two = sorted((int(rank[firsts[group[index]]]), int(rank[index])))
+        problem = f"{APART} {two[0]} and {two[1]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem))
     buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}

@@ -622,7 +622,7 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
     held: dict[int | None, Any] = {
         0: HostPayload(memoryview(bytearray(found.state.pieces[0].tensor.numpy().tobytes())))
     }
-    digests = chunks._Digests(found.state, held, in_background=True)
+    digests = chunks._Digests(found.state, held, {}, in_background=True)
     for parameter in net.parameters():
         nn.init.constant_(parameter, 9.0)
     assert [digest() for digest in digests._digests] == before
@@ -674,3 +674,57 @@ def test_digests_are_taken_at_the_call_of_a_background_save(
     with ckpttool.CheckpointManager(tmp_path, async_save=in_background) as manager:
         manager.save(Small(), optimizer=False, step=1)
     assert made == [in_background]
+
+
+def _with_other_replicas(job: dict[str, Any], directory: Path) -> tuple[str, list[str]]:
+    """Save a run whose ranks differ in a weight and its moment; return its name and the warnings of this rank."""
+    import torch.distributed as dist
+
+    warnings: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    run = _built(job, 1)
+    model, inner, optimizer, _ = run
+    _train(run, range(2))
+    named = {name: one for name, one in inner.named_parameters() if one in optimizer.state}
+    name = [name for name, one in named.items() if one.numel() > 8][job["number"]]
+    if dist.get_rank() == job["odd"]:
+        with torch.no_grad():
+            named[name].view(-1)[3] += 1
+            optimizer.state[named[name]]["exp_avg"].view(-1)[5] += 1
+    logging.getLogger("ckpttool").addHandler(handler := Kept())
+    manager: Any = ckpttool.CheckpointManager(str(directory / job["id"]), async_save=job["background"])
+    manager.save(model, optimizer=optimizer, step=2)
+    with torch.no_grad():
+        for parameter in named.values():  # the run goes on, and each rank has other values than at the save
+            parameter += 1 + dist.get_rank() if job["background"] else 0
+    manager.wait()
+    logging.getLogger("ckpttool").removeHandler(handler)
+    return name, warnings
+
+
+def test_replicas_that_differ_at_a_save_are_named_and_what_is_written_is_digested(tmp_path: Path) -> None:
+    jobs: list[dict[str, Any]] = [
+        {
+            "id": f"{ranks}-{background}-{odd}-{n}", "mesh": mesh, "world_size": ranks, "background": background,
+            "odd": odd, "number": n,
+        }
+        for mesh, ranks, odd in (("ddp", 2, 1), ("ddp", 2, 0), ("ddp", 3, 1), ("ddp", 3, 2))
+        for background in (False, True)
+        for n in (0, -1)
+    ]  # fmt: skip
+    found = each_on_ranks(_with_other_replicas, jobs, tmp_path)
+    for job in jobs:
+        name, warned = found[job["id"]][0]
+        told = [one for one in warned if "inconsistent" in one]
+        for key in ("weights", "exp_avg"):
+            assert any(f"{key} of {name} differs between ranks" in one for one in told), (job, warned)
+        assert all(str(job["odd"]) in one.partition("between ranks")[2] for one in told), (job, told)
+        assert not any("inconsistent" in one for _, own in found[job["id"]][1:] for one in own)
+        directory = tmp_path / job["id"] / "step-2"
+        recorded = (ckpttool.inspect(directory).digests or {})["tensors"]
+        for key, own in ckpttool.digest(directory).tensors.items():
+            assert {name: str(one) for name, one in own.items()} == recorded[key], (job, key)

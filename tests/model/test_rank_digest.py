@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.model.rank_digest import BOX, Part, RankDigest, merge
+from ckpttool.model.rank_digest import BOX, NO_SUM, Part, RankDigest, merge
 from ckpttool.model.state_digest import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
@@ -41,6 +41,25 @@ def test_parts_add_up_and_replicas_count_once() -> None:
 )
 def test_contradictions_of_ranks_are_named(ranks: list[RankDigest], told: str) -> None:
     assert list(map(str, merge(ranks).mismatches)) == [told]
+
+
+def _with_sum(digest: int, checksum: int) -> RankDigest:
+    return _rank((0, 4, digest), sums=np.array([checksum], np.int64))
+
+
+def test_a_part_that_another_rank_digests_is_compared_by_its_checksum() -> None:
+    found = merge([_with_sum(0, 7), _with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(5, NO_SUM)])
+    assert found.mismatches == []
+    assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5, "the digest is not the first rank's"
+    for ranks, told in (
+        ([_with_sum(0, 8), _with_sum(5, -1 - 7)], "0 and 1"),
+        ([_with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(0, 8)], "0 and 2"),
+        ([_with_sum(5, -1 - 7), _with_sum(6, NO_SUM)], "0 and 1"),
+        ([_with_sum(5, -1), _with_sum(0, NO_SUM - 1)], "0 and 1"),
+    ):
+        sent = [RankDigest.from_json(one.to_json(), {}) for one in ranks]
+        problem = f"weights of a differs between ranks {told}, which have the same part"
+        assert list(map(str, merge(sent).mismatches)) == [problem]
 
 
 def test_a_buffer_may_differ_between_ranks_and_the_first_counts() -> None:

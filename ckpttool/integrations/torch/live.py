@@ -41,6 +41,8 @@ from ckpttool.model.state_digest import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from numpy.typing import NDArray
+
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
 COPIED_ELEMENTS = 1 << 14
@@ -109,11 +111,12 @@ class LiveState(RankFacts):
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def digest(self, found: Sequence[int] | None = None) -> RankDigest:
+    def digest(self, found: Sequence[int] | None = None, sums: NDArray[np.int64] | None = None) -> RankDigest:
         """Digest the state of this rank.
 
         Args:
             found: Digests of the pieces, if they are known.
+            sums: ``RankDigest.sums``.
         """
         values = self._digests() if found is None else found
         rows = [
@@ -123,6 +126,7 @@ class LiveState(RankFacts):
         return RankDigest(
             parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
             rows=np.array(rows, dtype=np.uint64).reshape(-1, 4),
+            sums=sums,
             **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )
 
