@@ -48,7 +48,7 @@ def describe(c: Checkpoint) -> dict[str, Any]:
                 "numel": p.numel,
                 "group": p.group,
                 "frozen": p.frozen,
-                "states": {key: describe_state(s) for key, s in p.states.items()},
+                "states": {key: describe_state(s) for key, s in p.tensors.items()},
                 "numbers": _numbers(p.numbers, plain),
             }
             for p in c.parameters

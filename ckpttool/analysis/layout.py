@@ -307,7 +307,7 @@ def layer_of(name: str) -> str:
 
 def _state_names(checkpoint: Checkpoint) -> list[str]:
     """Return the names of the states: the module's copies, buffers, masters, then the optimizer's."""
-    held = dict.fromkeys(key for p in checkpoint.parameters for key in p.states)
+    held = dict.fromkeys(key for p in checkpoint.parameters for key in p.tensors)
     if checkpoint.buffers:
         held[BUFFER] = None
     if any(replica.copy.dtype != replica.state.dtype for replica in checkpoint.replicas):

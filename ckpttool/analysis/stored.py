@@ -49,7 +49,7 @@ def stored_states(checkpoint: Checkpoint) -> Iterator[Stored]:
     seen: set[int] = set()
     place = {p.name: i for i, p in enumerate(checkpoint.parameters)}
     for i, parameter in enumerate(checkpoint.parameters):
-        for key, state in parameter.states.items():
+        for key, state in parameter.tensors.items():
             for number, stored in enumerate(state.stored):
                 seen.add(id(stored))
                 yield Stored(i, key, stored, _rows(stored), number > 0 and state.formula is None)
@@ -82,7 +82,7 @@ def _state_of(checkpoint: Checkpoint, tensor: int, replica: Replica) -> str:
     """Return the name of the state that a replica duplicates."""
     if tensor >= len(checkpoint.parameters):
         return BUFFER
-    states = checkpoint.parameters[tensor].states
+    states = checkpoint.parameters[tensor].tensors
     if replica.copy.dtype != replica.state.dtype:
         return MODULE
     first = replica.state.extents[:1]
@@ -104,7 +104,7 @@ class _Held:
     def __init__(self, checkpoint: Checkpoint, tensor: int) -> None:
         count = len(checkpoint.parameters)
         states = (
-            [stored for state in checkpoint.parameters[tensor].states.values() for stored in state.stored]
+            [stored for state in checkpoint.parameters[tensor].tensors.values() for stored in state.stored]
             if tensor < count
             else [checkpoint.buffers[tensor - count].state]
         )

@@ -162,6 +162,11 @@ class StateDict:
                     group if groups else UNKNOWN_GROUP,
                     parameter_states,
                     numbers=numbers.get(name, {}),
+                    others={
+                        key: state
+                        for key, state in states.get(name, {}).items()
+                        if state.shape != weight.shape and key not in self.numbers.get(name, {})
+                    },
                 )
             )
         reached = {group.scalars[STEP].value for group in groups if STEP in group.scalars}
@@ -292,6 +297,12 @@ def _elementwise_states(
     """Return the states with one value per element, without those that are ``single`` numbers."""
     without = {*single, MODULE, MASTER}
     return {key: state for key, state in states.items() if state.shape == shape and key not in without}
+
+
+def is_reduced(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether a shape has some dimensions of another one, in order, and size 1 for others: sums of Adafactor."""
+    sizes = iter(whole)
+    return all(next(sizes, 0) > 0 if n == 1 else n in sizes for n in shape)
 
 
 def recorded_step(storage: Storage, directory: str) -> int | None:

@@ -19,7 +19,7 @@ from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import parse_number
 from ckpttool.errors import LayoutError
 from ckpttool.formats.fields import RESTORE
-from ckpttool.formats.state_dict import STEP, StateDict, recorded_step
+from ckpttool.formats.state_dict import STEP, StateDict, is_reduced, recorded_step
 from ckpttool.formats.tensors import whole_tensor
 from ckpttool.formats.weights import OPTIMIZER, find_weights, read_files
 from ckpttool.model import MODULE, CheckpointFile, ScalarState, Topology, tensor_number
@@ -122,11 +122,11 @@ def _add_optimizer(
             result.numbers.setdefault(name, {})[kind] = ScalarState(value, None)
         elif isinstance(value, TensorRef):
             number = numbers.get(id(value))
-            if number is None and value.shape != weight.shape:
+            if number is None and not (value.shape == weight.shape or is_reduced(value.shape, weight.shape)):
                 return False
             if number is not None:
                 result.numbers.setdefault(name, {})[kind] = number
-            if value.shape == weight.shape and kind != STEP:
+            if (number is None or value.shape == weight.shape) and kind != STEP:
                 result.states.setdefault(name, {})[kind] = whole_tensor(torch, index, value)
         elif value is not None:
             return False

@@ -158,6 +158,8 @@ class Parameter:
     numbers: Mapping[str, ScalarState] = field(default_factory=dict)
     """Its states that are one number and differ among the parameters of its group, such as the step of a layer that
     some batches do not use."""
+    others: Mapping[str, State] = field(default_factory=dict)
+    """The optimizer's tensors that have another shape, such as the row sums of Adafactor."""
 
     @property
     def frozen(self) -> bool:
@@ -187,7 +189,12 @@ class Parameter:
     @property
     def optimizer_states(self) -> dict[str, State]:
         """The optimizer's own states, such as moments, by name."""
-        return {key: state for key, state in self.states.items() if key not in {MASTER, MODULE}}
+        return {key: state for key, state in self.tensors.items() if key not in {MASTER, MODULE}}
+
+    @property
+    def tensors(self) -> dict[str, State]:
+        """All its states by name, of any shape."""
+        return {**self.states, **self.others}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -509,10 +516,15 @@ class Checkpoint(Shown):
     def states(self) -> Iterator[tuple[str, str, State]]:
         """(parameter or buffer, name of the state, state) of every tensor."""
         for parameter in self.parameters:
-            for key, state in parameter.states.items():
+            for key, state in parameter.tensors.items():
                 yield parameter.name, key, state
         for buffer in self.buffers:
             yield buffer.name, "buffer", buffer.state
+
+    @property
+    def of_other_shape(self) -> str:
+        """Names of the optimizer's tensors that do not have the shape of their parameter, as text; "" without one."""
+        return ", ".join(sorted({key for p in self.parameters for key in p.others}))
 
     def numbers(self, parameter: Parameter) -> dict[str, ScalarState]:
         """States of a parameter that are one number, by name."""

@@ -288,7 +288,7 @@ def _states(
     checkpoint: Checkpoint, builder: CopyBuilder, parameter: Parameter, names: DcpLayout
 ) -> Iterator[_TensorEntry]:
     path = partial(names.of_state, parameter.name)
-    for key, state in parameter.states.items():
+    for key, state in parameter.tensors.items():
         if key not in {MASTER, MODULE, STEP}:
             yield _tensor(builder, path(key), state, state.dtype)
     for key, scalar in checkpoint.numbers(parameter).items():

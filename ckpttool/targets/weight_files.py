@@ -182,6 +182,9 @@ def optimizer_files(
     if not checkpoint.groups or not any(p.optimizer_states or MASTER in p.states for p in checkpoint.parameters):
         problem = checkpoint.left_out or "holds no optimizer states"
         raise PlanError(checkpoint.location, problem, "leave out optimizer", ("optimizer",))
+    if checkpoint.of_other_shape:
+        problem = f"has optimizer states of other shapes than their parameters: {checkpoint.of_other_shape}"
+        raise PlanError(checkpoint.location, problem, "leave out optimizer", ("optimizer",))
     states: list[Weight] = []
     keys: dict[str, None] = {}
     for parameter in checkpoint.parameters:

@@ -309,6 +309,12 @@ class Net(nn.Module):  # type: ignore[misc]  # torch is not followed
         return self.head(self.norm(x))
 
 
+def _adafactor(parameters: Any) -> Any:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=0.01, relative_step=False, scale_parameter=False)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -325,6 +331,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rprop": torch.optim.Rprop,
     "radam": torch.optim.RAdam,
     "adadelta": torch.optim.Adadelta,
+    "adafactor": torch.optim.Adafactor,
+    "adafactor of transformers": _adafactor,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, LayoutError, PlanError
 from ckpttool.formats import dcp
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save
@@ -494,6 +494,65 @@ def test_states_of_frozen_and_of_scalar_parameters_are_restored(kind: str, tmp_p
         net.first.requires_grad_(requires_grad=True)
         _steps(net, optimizer, range(2, 5))
     assert _same_weights(runs[0][0], runs[1][0])
+
+
+def test_states_of_other_shapes_than_their_parameters_are_kept_or_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def run(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Conv2d(6, 3, (1, 2)), nn.Linear(1, 5))
+        return net, torch.optim.Adafactor(net.parameters(), lr=0.1)
+
+    net, optimizer = run(1)
+    for parameter in net.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    ckpttool.CheckpointManager(tmp_path / "saved").save(net, optimizer=optimizer, step=1)
+    report = ckpttool.convert(tmp_path / "saved", tmp_path / "converted", to="dcp", prove=True)
+    assert "left out" not in str(report)
+    assert "row_var fp32" in str(ckpttool.inspect(tmp_path / "saved"))
+    assert ckpttool.diff(tmp_path / "saved", tmp_path / "converted").equal
+    for directory in (tmp_path / "saved" / "step-1", tmp_path / "converted"):
+        other, own = run(2)
+        for parameter in other.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        own.step()
+        state = {"optim": get_optimizer_state_dict(other, own)}
+        torch_dcp.load(state, checkpoint_id=str(directory))
+        set_optimizer_state_dict(other, own, state["optim"])
+        third, third_own = run(3)
+        ckpttool.load(third, directory, optimizer=third_own, prove=directory.parent.name == "saved")
+        for saved, *loaded in zip(net.parameters(), other.parameters(), third.parameters(), strict=True):
+            for key, value in optimizer.state[saved].items():
+                for state_of, parameter in zip((own, third_own), loaded, strict=True):
+                    assert torch.equal(value, state_of.state[parameter][key]), (directory, key)
+    conversions: tuple[tuple[Any, dict[str, Any]], ...] = (
+        ("universal", {}), ("zero", {"world_size": 2, "stage": 2}), ("ranks", {"layout": "verl", "mesh": [2]}),
+    )  # fmt: skip
+    for to, given in conversions:
+        with refused(LayoutError):
+            ckpttool.convert(tmp_path / "saved", tmp_path / to, to=to, **given)
+        assert not (tmp_path / to).exists()
+    with refused(PlanError):
+        ckpttool.consolidate(tmp_path / "saved", tmp_path / "weights", to="safetensors", optimizer=True)
+    ckpttool.consolidate(tmp_path / "saved", tmp_path / "weights", to="safetensors")
+    other, own = run(4)
+    own.param_groups[0]["params"][0].grad = torch.ones(6, 4)
+    own.step()
+    own.state[own.param_groups[0]["params"][0]]["row_var"] += 1
+    ckpttool.CheckpointManager(tmp_path / "other").save(other, optimizer=own, step=1)
+    assert "row_var" in str(ckpttool.diff(tmp_path / "saved", tmp_path / "other"))
+
+
+def test_a_state_in_the_file_of_a_framework_has_sizes_of_its_parameter() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 6))
+    for shape in ((4, 6), (4, 1), (1, 6), (4,), (6,), (1, 1)):
+        chunks._check_state("own", torch.zeros(shape), "w", parameter, whole=True)
+    for shape in ((6, 4), (6, 1), (1, 4), (3,), (4, 6, 1), (24,), (1, 1, 1)):
+        with pytest.raises(ArgumentError, match="in another shape than the parameter"):
+            chunks._check_state("own", torch.zeros(shape), "w", parameter, whole=True)
 
 
 def test_options_that_are_tensors_stay_tensors(tmp_path: Path) -> None:

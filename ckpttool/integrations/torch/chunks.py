@@ -38,6 +38,7 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats.chunk_index import CHUNK_INDEX, StoredChunk, StoredEntry, chunk_index
 from ckpttool.formats.dcp import METADATA
+from ckpttool.formats.state_dict import is_reduced
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
 from ckpttool.integrations.live.rank_states import rank_state_file
@@ -159,7 +160,7 @@ def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool
     if hasattr(parameter, "placements") and not hasattr(value, "placements"):
         problem = f"{what} as a tensor of this rank alone, beside a parameter that is spread over the ranks"
         raise ArgumentError("optimizer", problem, hint)
-    if whole and value.shape != parameter.shape:
+    if whole and not (value.shape == parameter.shape or is_reduced(value.shape, parameter.shape)):
         problem = f"{what} in another shape than the parameter, which no resume restores"
         raise ArgumentError("optimizer", problem, "choose another optimizer, or let the framework save alone")
 

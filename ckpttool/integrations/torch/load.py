@@ -101,6 +101,8 @@ class _Wanted(NamedTuple):
         nbytes = self.piece.tensor.numel() * itemsize(self.dtype)
         if self.key == WEIGHTS or self.piece.first is None or nbytes < DIRECT_BYTES:
             return None
+        if self.piece.shape != tuple(self.parameter.shape):
+            return None
         made = torch.empty_like(self.parameter.detach(), dtype=_torch_type(self.dtype))
         local = _local(made)
         return made if local.device.type == "cpu" and local.is_contiguous() else None
@@ -581,11 +583,19 @@ def _states_of(
             counted.append(_Number(name, key, numbers[key].value, form))
         elif not form.number and key in states:
             _check_spread(owner, parameter, key, name)
-            if states[key].shape not in {piece.shape, *([(), (1,)] if math.prod(piece.shape) == 1 else [])}:
-                problem = f"has {key} of {name} of shape {list(states[key].shape)}, not {list(piece.shape)}"
+            shape = form.shape_for(piece.shape)
+            if states[key].shape not in {shape, *([(), (1,)] if math.prod(shape) == 1 else [])}:
+                problem = f"has {key} of {name} of shape {list(states[key].shape)}, not {list(shape)}"
                 raise PlanError(checkpoint.location, problem, REBUILD)
             live, dtype = owner.state.get(parameter, {}).get(key), type_name(form.dtype)
-            found.append(_castable(checkpoint, _Wanted(key, name, states[key], piece, dtype, parameter, live)))
+            own = piece
+            if shape != piece.shape:
+                if live is None and hasattr(parameter, "placements"):
+                    problem = f"is {type(owner).__name__}, whose {key} has another shape than {name}, which is sharded"
+                    raise PlanError("optimizer", problem, "load it after its first step, or pass weights_only=True")
+                live = parameter.new_zeros(shape, dtype=form.dtype, requires_grad=False) if live is None else live
+                own = piece_of(key, name, live)
+            found.append(_castable(checkpoint, _Wanted(key, name, states[key], own, dtype, parameter, live)))
         elif key in states or key in numbers:
             kind = "a number" if form.number else "a tensor"
             problem = f"has {key} of {name} in another form than the run's {type(owner).__name__}, where it is {kind}"

@@ -1,9 +1,10 @@
 """The states that an optimizer keeps of each parameter: which they are, and their forms, from trial steps.
 
 An optimizer makes its states in its first step. A step of the live optimizer would change the run and call its hooks;
-a step of a copy of it, on parameters of two elements in each dimension, does neither.
+a step of a copy of it, on small parameters, does neither.
 
-Source: torch 2.13, optim/optimizer.py (``Optimizer.step`` and its hooks), optim/adam.py (``_init_group``).
+Source: torch 2.13, optim/optimizer.py (``Optimizer.step`` and its hooks), optim/adam.py and optim/_adafactor.py
+(``_init_group``).
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckpttool.errors import ArgumentError
+from ckpttool.model.state_digest import STEP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+DISTINCT_SIZES = 6
+"""Dimensions of a trial parameter that differ in size: the sizes of a state then show which of them it has."""
 LATER_STEPS = 15
 """Trial steps after the first: some optimizers add states later, such as the slow weights of Lookahead."""
 
@@ -39,7 +43,7 @@ class Form(NamedTuple):
     """The form of one state of a parameter."""
 
     number: bool
-    """Whether it is one number; otherwise it has the shape of the parameter."""
+    """Whether it is one number; otherwise it is a tensor."""
     dtype: torch.dtype | None
     """Its type; None for a Python number."""
     device: torch.device | None
@@ -48,6 +52,13 @@ class Form(NamedTuple):
     """Shape of a number: () or (1,)."""
     first: bool
     """Whether the first step makes it."""
+    dims: tuple[int | None, ...] | None = None
+    """Of a tensor of another shape than the parameter's, such as the row sums of Adafactor: for each of its dimensions
+    the one of the parameter with that size, or None for size 1."""
+
+    def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the state, a tensor, of a parameter of some shape."""
+        return tuple(shape) if self.dims is None else tuple(1 if dim is None else shape[dim] for dim in self.dims)
 
 
 def trial(optimizer: Any, options: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> Trial | None:
@@ -121,15 +132,14 @@ class Forms:
             None if neither shows them.
 
         Raises:
-            ArgumentError: One is neither a number nor a tensor of the parameter's shape.
+            ArgumentError: One is neither a number nor a tensor of the parameter's sizes.
         """
         own = self._optimizer.state.get(parameter, {})
         tried = self._tried(parameter)
         if tried is None and not own:
             return None
         tried = tried or {}
-        numbers = {key for key, form in tried.items() if form.number} | {"step"}
-        return tried | {key: self._form(key, value, parameter, number=key in numbers) for key, value in own.items()}
+        return tried | {key: self._form(key, value, parameter, tried.get(key)) for key, value in own.items()}
 
     def _tried(self, parameter: Any) -> dict[str, Form] | None:
         """Return the forms that a trial step shows."""
@@ -137,40 +147,61 @@ class Forms:
         dims = max(1, parameter.dim())  # of a scalar, a moment could not be told from the step
         key = dims, parameter.dtype, device.type
         if key not in self._known:
-            tiny = torch.nn.Parameter(torch.zeros((2,) * dims, dtype=parameter.dtype, device=device))
+            sizes = [2 + dim if dim < DISTINCT_SIZES else 2 for dim in range(dims)]
+            tiny = torch.nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=device))
             on_cpu = {"capturable": False} if device.type == "cpu" and "capturable" in self._group else {}
             found = trial(self._optimizer, {**self._group, **on_cpu}, [tiny])
             self._known[key] = None if found is None else self._forms(found, tiny)
             self.options |= {*found.options} if found is not None else {*()}
         return self._known[key]
 
-    def _forms(self, found: Trial, parameter: Any) -> dict[str, Form]:
+    def _forms(self, found: Trial, tiny: Any) -> dict[str, Form]:
         first, last = found.first[0], found.last[0]
-        return {key: self._form(key, one, parameter, first=key in first) for key, one in {**first, **last}.items()}
+        forms = {}
+        for key, value in {**first, **last}.items():
+            dims = _dims(value, tiny)
+            made = (
+                Form(number=False, dtype=None, device=None, shape=(), first=key in first, dims=dims) if dims else None
+            )
+            forms[key] = self._form(key, value, tiny, made, first=key in first)
+        return forms
 
-    def _form(self, key: str, value: Any, parameter: Any, *, number: bool = False, first: bool = True) -> Form:
+    def _form(self, key: str, value: Any, parameter: Any, tried: Form | None, *, first: bool = True) -> Form:
         """Return the form of a state; errors as for ``of``."""
-        found = _form(value, parameter, number=number, first=first)
+        found = _form(value, parameter, tried, number=key == STEP, first=first)
         if found is None:
             problem = (
-                f"is {type(self._optimizer).__name__}, whose {key} is neither a number nor of the parameter's shape"
+                f"is {type(self._optimizer).__name__}, whose {key} has neither one element nor the parameter's sizes"
             )
             raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
         return found
 
 
-def _form(value: Any, parameter: Any, *, number: bool, first: bool) -> Form | None:
-    """Return the form of a state; None if it is neither a number nor a tensor of the parameter's shape.
+def _dims(value: Any, tiny: Any) -> tuple[int | None, ...] | None:
+    """Return ``Form.dims`` of the state of a trial parameter; None if it has the same shape, or one element."""
+    sizes = [*tiny.shape]
+    if not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == tiny.shape:
+        return None
+    known = all(size == 1 or sizes.count(size) == 1 for size in value.shape)
+    return tuple(None if size == 1 else sizes.index(size) for size in value.shape) if known else None
+
+
+def _form(value: Any, parameter: Any, tried: Form | None, *, number: bool, first: bool) -> Form | None:
+    """Return the form of a state; None if it has neither one element nor the parameter's sizes.
 
     Args:
         value: The state.
         parameter: Its parameter.
+        tried: The form of the state that a trial step shows, if any.
         number: Whether it is known to be a number, also where the parameter is one.
         first: Whether the first step makes it.
     """
     if isinstance(value, bool | int | float):
         return Form(number=True, dtype=None, device=None, shape=(), first=first)
     if isinstance(value, torch.Tensor):
+        if tried is not None and not tried.number and value.shape == tried.shape_for(parameter.shape):
+            return tried._replace(dtype=value.dtype)
+        number |= tried is not None and tried.number
         if value.shape == parameter.shape and not number:
             return Form(number=False, dtype=value.dtype, device=None, shape=(), first=first)
         if value.numel() == 1 and value.dim() <= 1:
