@@ -548,9 +548,11 @@ def test_states_of_other_shapes_than_their_parameters_are_kept_or_refused(tmp_pa
 
 def test_a_state_in_the_file_of_a_framework_has_sizes_of_its_parameter() -> None:
     parameter = nn.Parameter(torch.zeros(4, 6))
-    for shape in ((4, 6), (4, 1), (1, 6), (4,), (6,), (1, 1)):
+    fitting: tuple[tuple[int, ...], ...] = ((4, 6), (4, 1), (1, 6), (4,), (6,), (1, 1))
+    others: tuple[tuple[int, ...], ...] = ((6, 4), (6, 1), (1, 4), (3,), (4, 6, 1), (24,), (1, 1, 1))
+    for shape in fitting:
         chunks._check_state("own", torch.zeros(shape), "w", parameter, whole=True)
-    for shape in ((6, 4), (6, 1), (1, 4), (3,), (4, 6, 1), (24,), (1, 1, 1)):
+    for shape in others:
         with pytest.raises(ArgumentError, match="in another shape than the parameter"):
             chunks._check_state("own", torch.zeros(shape), "w", parameter, whole=True)
 
