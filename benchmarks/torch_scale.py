@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from ckpttool.integrations.torch.chunks import Entry
+    from ckpttool.integrations.torch.chunks import DcpIndex, Entry
 
 DATA = measure.DATA / "torch_scale"
 ROWS, COLUMNS = 16, 8
@@ -67,6 +67,13 @@ def timed(taken: dict[str, list[float]], function: Callable[[], Any]) -> Any:
     taken.setdefault("wall", []).append(time.perf_counter() - wall)
     taken.setdefault("cpu", []).append(time.process_time() - cpu)
     return result
+
+
+def _index(rank: int, ranks: int, tensors: int) -> DcpIndex:
+    from ckpttool.integrations.live.run import Repeated
+    from ckpttool.integrations.torch.chunks import DcpIndex
+
+    return DcpIndex(entries(rank, ranks, tensors), rank, "step-1", LAYOUTS["nested"], Repeated())
 
 
 def archive() -> bytes:
@@ -102,17 +109,17 @@ def saved(ranks: int, tensors: int, runs: int) -> dict[str, dict[str, list[float
     import numpy as np
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    from ckpttool.integrations.torch.chunks import DcpIndex, _packed
+    from ckpttool.integrations.torch.chunks import _packed
 
     data = archive()
     step = aligned(len(data))
     exchange: dict[str, dict[str, list[float]]] = {"ckpttool, exchange": {}, "ckpttool, metadata and index": {}}
     for _ in range(runs):
         first = entries(0, ranks, tensors)
-        indexes = [DcpIndex(entries(rank, ranks, tensors), rank, "step-1", LAYOUTS["nested"]) for rank in range(ranks)]
+        indexes = [_index(rank, ranks, tensors) for rank in range(ranks)]
         parts = [index.parts() for index in indexes]
         places = [(n, n * step, len(data)) for n in range(tensors)]
-        own = [_packed(np.array(places, np.int64).tobytes()) for _ in range(ranks)]
+        own = [{"places": _packed(np.array(places, np.int64).tobytes())} for _ in range(ranks)]
         ours = exchange["ckpttool, exchange"]
         decision = timed(ours, partial(indexes[0].share, parts))
         print(

@@ -63,6 +63,9 @@ class Index(Protocol):
             CkptError: They do not.
         """
 
+    def agree(self) -> None:
+        """Note on every rank that rank 0 has checked the descriptions."""
+
     def files(self) -> Sequence[OutgoingFile]:
         """Return the files of rank 0."""
 
@@ -147,6 +150,8 @@ def save(
             decide=partial(_begin, storage, root, claim, request, index),
             refuse=refuse,
         )
+        if index is not None:
+            index.agree()
         fields = ranks.exchange(
             claim.directory,
             own=lambda: _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()},

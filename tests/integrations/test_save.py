@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +16,10 @@ from ckpttool.errors import ArgumentError, LayoutError, PlanError
 from ckpttool.formats import dcp
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save
-from ckpttool.integrations.live.run import Repeated
+from ckpttool.integrations.live.run import Kept, Repeated
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live_run import torch_run
-from ckpttool.saving.files import HostPayload
+from ckpttool.saving.files import ArchiveFile, Archives, HostPayload
 from ckpttool.targets.dcp import LAYOUTS
 from tests import sampling
 from tests.forked import each_on_ranks
@@ -450,6 +451,47 @@ def test_a_rank_sends_only_what_has_changed_since_its_last_save() -> None:
         Repeated().texts([first.message(texts[0])] * 2)
 
 
+def _kept() -> Kept:
+    return Kept(scratch_root=None, in_background=False)
+
+
+def test_a_rank_sends_the_places_in_its_files_as_a_hash_if_they_have_not_changed(tmp_path: Path) -> None:
+    kept, other, known = _kept(), _kept(), []
+    for repeats in range(4):
+        net = nn.Linear(repeats // 2 + 3, 5)
+        run = torch_run(net, False, None, LoadOptions(optimizer=False))
+        indexes = [
+            chunks.described(run, Save(), rank, str(tmp_path), one).index for rank, one in enumerate((kept, other))
+        ]
+        indexes[0].share([one.parts() for one in indexes])
+        for mine, index in enumerate(indexes):
+            shape = tuple(index._entries[mine].tensor.shape)
+            values = HostPayload(bytes(4 * math.prod(shape)))
+            file = Archives(
+                f"__{mine}_0.distcp", [ArchiveFile("archive", chunks._structure("F32", shape), {"0": values})]
+            )
+            index.note([([mine], [], file)], {})
+        own = [index.own for index in indexes]
+        assert all(one["places"].startswith("=") for one in own) == (repeats % 2 == 1)
+        indexes[0].check(own)
+        known.append({file.name: b"".join(map(bytes, file.stream())) for file in indexes[0].files()})
+        for index in indexes:
+            index.agree()
+    assert known[0] == known[1]
+    assert known[2] == known[3] != known[0]
+
+
+def test_each_save_of_a_manager_notes_what_rank_0_knows(tmp_path: Path) -> None:
+    net = nn.Linear(3, 5)
+    manager = ckpttool.CheckpointManager(tmp_path)
+    for step in range(2):
+        manager.save(net, optimizer=False, step=step)
+        for sent in (manager._kept.repeated, manager._kept.places):
+            assert sent._agreed == sent._own != {}
+    manager.save(net, optimizer=False, step=2, tag="whole")
+    assert layout(tmp_path / "whole") == layout(tmp_path / "step-0")
+
+
 def _with_rng(_: dict[str, Any], directory: Path) -> None:
     net = nn.Linear(2, 2)
     manager: Any = ckpttool.CheckpointManager(directory)
@@ -676,9 +718,7 @@ def test_an_option_of_another_form_changes_nothing(tmp_path: Path) -> None:
 def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path) -> None:
     net = Small()
     save = Save()
-    found = chunks.described(
-        torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path), "nested"
-    )
+    found = chunks.described(torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path), _kept())
     before = [piece.digest() for piece in found.state.pieces]
     held: dict[int | None, Any] = {
         0: HostPayload(memoryview(bytearray(found.state.pieces[0].tensor.numpy().tobytes())))
@@ -691,10 +731,11 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
 
 def test_parts_that_do_not_fill_a_tensor_are_refused_before_the_first_byte(tmp_path: Path) -> None:
     found = chunks.described(
-        torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path), "nested"
+        torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path), _kept()
     )
     entry = next(one for one in found.entries if one.path[-1] == "last.weight")
-    half = chunks.DcpIndex([entry._replace(tensor=entry.tensor[:, :1])], 0, str(tmp_path), LAYOUTS["nested"])
+    own = [entry._replace(tensor=entry.tensor[:, :1])]
+    half = chunks.DcpIndex(own, 0, str(tmp_path), LAYOUTS["nested"], Repeated())
     with refused(ckpttool.CkptError):
         half.share([half.parts()] * 2)
 

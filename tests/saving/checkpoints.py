@@ -90,6 +90,9 @@ class Described:
         """Compare what all ranks send."""
         assert own == [self.own] * len(own)
 
+    def agree(self) -> None:
+        """Expect nothing: each save sends the same."""
+
     def files(self) -> Sequence[OutgoingFile]:
         """Return the file."""
         return [self._file]

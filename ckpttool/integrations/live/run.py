@@ -113,7 +113,9 @@ class Kept:
     warned: bool = False
     """Whether the user was warned that gradients are not saved."""
     repeated: Repeated = field(default_factory=Repeated)
-    """The messages of the last save."""
+    """The parts of the ranks in the last save."""
+    places: Repeated = field(default_factory=Repeated)
+    """Where each rank wrote its parts in the last save."""
     memory: dict[str, HostMemory] = field(default_factory=dict)
     """Buffers for copies of the state, by name of the engine."""
 

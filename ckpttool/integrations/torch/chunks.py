@@ -191,7 +191,7 @@ class Described:
         return self.index.share(repeated.texts(told)) | {"of_ranks": own}
 
 
-def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) -> Described:
+def described(run: LiveRun, save: Save, rank: int, directory: str, kept: Kept) -> Described:
     """Describe the state of this rank, with the values that the user passes to a save.
 
     Args:
@@ -199,7 +199,7 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) 
         save: The arguments of the save.
         rank: This rank.
         directory: Directory of the checkpoint, for errors.
-        layout: Key of LAYOUTS.
+        kept: Objects of earlier saves.
 
     Raises:
         ArgumentError: A tensor has a form that cannot be saved.
@@ -216,10 +216,10 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, layout: str) 
         own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
         pending="",
     )
-    names = LAYOUTS[layout]
+    names = LAYOUTS[kept.layout]
     tensors = [*_tensors(run, state, names, save.written), *_numbers(run, names)]
     entries = sorted(tensors, key=lambda entry: [*map(str, entry.path)])
-    return Described(state, entries, DcpIndex(entries, rank, directory, names), extra)
+    return Described(state, entries, DcpIndex(entries, rank, directory, names, kept.places), extra)
 
 
 def _exact(state: Any) -> str:
@@ -280,7 +280,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     Raises:
         RankError: The ranks have other tensors, or their parts do not fill one.
     """
-    made = attempt(partial(described, run, save, ranks.rank, directory, kept.layout))
+    made = attempt(partial(described, run, save, ranks.rank, directory, kept))
     shared = ranks.exchange(
         directory,
         lambda: made.result().parts(kept.repeated),
@@ -533,10 +533,12 @@ class DcpIndex:
         rank: This rank.
         directory: Directory of the checkpoint, for errors.
         names: The names of the entries.
+        places: Where each rank wrote in the last save.
     """
 
-    def __init__(self, entries: Sequence[Entry], rank: int, directory: str, names: DcpLayout) -> None:
+    def __init__(self, entries: Sequence[Entry], rank: int, directory: str, names: DcpLayout, places: Repeated) -> None:
         self._entries = entries
+        self._places = places
         self._names = names
         self._rank = rank
         self._directory = directory
@@ -546,8 +548,8 @@ class DcpIndex:
         self._aliases: Mapping[str, str] = {}
         self._metadata: dict[str, bytes] = {}
         """The files that rank 0 writes, by name."""
-        self.own = ""
-        """The entries that this rank writes, each with its first byte and its size in the file."""
+        self.own: Mapping[str, str] = {}
+        """The entries that this rank writes, each with its first byte and its size in the file; or their hash."""
 
     def parts(self) -> dict[str, str]:
         """Return the parts that this rank has; the names are the same text on all ranks."""
@@ -603,10 +605,14 @@ class DcpIndex:
                 StoredEntry(path, None, (), [StoredChunk((), (), name, *place)])
                 for path, place in zip(objects, where[len(mine) :], strict=True)
             ]
-        self.own = _packed(np.array(rows, np.int64).tobytes())
+        self.own = self._places.message({"places": _packed(np.array(rows, np.int64).tobytes())})
         self._objects, self._aliases = stored, aliases
 
-    def check(self, own: Sequence[Any]) -> None:
+    def agree(self) -> None:
+        """Note that rank 0 knows where this rank writes."""
+        self._places.agree()
+
+    def check(self, own: Sequence[Mapping[str, str]]) -> None:
         """Make the metadata on rank 0.
 
         Raises:
@@ -614,7 +620,8 @@ class DcpIndex:
         """
         names = self._names
         stored: dict[str, dict[str, StoredEntry]] = {directory: {} for directory in names.directories}
-        for entry, found in zip(self._entries, self._chunks(own), strict=True):
+        places = [one["places"] for one in self._places.texts(own)]
+        for entry, found in zip(self._entries, self._chunks(places), strict=True):
             one, beside = StoredEntry(entry.path, entry.dtype, entry.shape, found), stored[entry.directory]
             if found.elements != math.prod(entry.shape) or one.fqn in beside:
                 problem = f"would not have one entry of {one.fqn}"
