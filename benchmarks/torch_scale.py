@@ -195,8 +195,8 @@ def by_index(directory: Path) -> None:
     inspect(directory)
 
 
-def _with(read: Callable[..., Any], kinds: Kinds, storage: Any, location: Any, parts: Any, _: Any = None) -> Any:
-    return read(storage, location, parts, kinds)
+def _with(read: Callable[..., Any], kinds: Kinds, storage: Any, location: Any, parts: Any, _: Any, name: str) -> Any:
+    return read(storage, location, parts, kinds, name)
 
 
 def inspect(directory: Path) -> None:
