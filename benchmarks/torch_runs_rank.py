@@ -125,6 +125,10 @@ def main() -> None:
         dcp.load(found, checkpoint_id=source)
         set_state_dict(inner, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
 
+    def anew(way: Way, out: Path) -> None:
+        optimizer.state.clear()  # as after a restart
+        way(out)
+
     contest = Contest(data, runs)
     saves: dict[str, Way] = {
         "manager.save": ours,
@@ -141,6 +145,7 @@ def main() -> None:
         "dcp.load": partial(load_with_torch, data / "torch"),
     }
     contest.take("load", "dcp.load", loads)
+    contest.take("load into a new optimizer", "dcp.load", {name: partial(anew, way) for name, way in loads.items()})
     if dist.get_rank() == 0:
         print(json.dumps(contest.found))
     dist.barrier()
