@@ -15,8 +15,8 @@ import ckpttool
 from ckpttool.errors import ArgumentError, LayoutError, PlanError
 from ckpttool.formats import dcp
 from ckpttool.integrations.live.options import LoadOptions
-from ckpttool.integrations.live.request import Save
-from ckpttool.integrations.live.run import Kept, Repeated
+from ckpttool.integrations.live.request import Save, Written
+from ckpttool.integrations.live.run import Kept, Repeated, run_of
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload
@@ -799,7 +799,11 @@ def _with_other_replicas(job: dict[str, Any], directory: Path) -> tuple[str, lis
             optimizer.state[named[name]]["exp_avg"].view(-1)[5] += 1
     logging.getLogger("ckpttool").addHandler(handler := Kept())
     manager: Any = ckpttool.CheckpointManager(str(directory / job["id"]), async_save=job["background"])
-    manager.save(model, optimizer=optimizer, step=2)
+    if job["files"]:  # as under the Trainer
+        written = Written(("model.safetensors", "optimizer.pt"))
+        manager.save_into(manager.root, run_of(model, optimizer, None, 2), Save(written=written), manager._saved)
+    else:
+        manager.save(model, optimizer=optimizer, step=2)
     with torch.no_grad():
         for parameter in named.values():  # the run goes on, and each rank has other values than at the save
             parameter += 1 + dist.get_rank() if job["background"] else 0
@@ -811,12 +815,12 @@ def _with_other_replicas(job: dict[str, Any], directory: Path) -> tuple[str, lis
 def test_replicas_that_differ_at_a_save_are_named_and_what_is_written_is_digested(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [
         {
-            "id": f"{ranks}-{background}-{odd}-{n}", "mesh": mesh, "world_size": ranks, "background": background,
-            "odd": odd, "number": n,
+            "id": f"{ranks}-{background}-{odd}-{n}-{files}", "mesh": mesh, "world_size": ranks, "background": background,
+            "odd": odd, "number": n, "files": files,
         }
         for mesh, ranks, odd in (("ddp", 2, 1), ("ddp", 2, 0), ("ddp", 3, 1), ("ddp", 3, 2))
         for background in (False, True)
-        for n in (0, -1)
+        for n, files in ((0, False), (-1, False), (-1, True))
     ]  # fmt: skip
     found = each_on_ranks(_with_other_replicas, jobs, tmp_path)
     for job in jobs:

@@ -39,6 +39,8 @@ class HostMemory:
         self._block = 0
         self._devices: set[int | None] = set()
         self._on_their_way: list[Any] = []
+        self._copies: dict[tuple[bool, int, int], HostPayload] = {}
+        """The copies of this save, by the place of the bytes: whether in host memory, address and size."""
         self.kinds: set[str] = set()
         """Kinds of its blocks: "registered", "pinned" or "pageable"."""
 
@@ -52,6 +54,7 @@ class HostMemory:
         self._block = 0
         self._devices.clear()
         self._on_their_way.clear()
+        self._copies.clear()
         if self._pinned:
             # DeepSpeed computes and copies offloaded state on its own streams. Copies on the current stream, and reads
             # of host memory, do not wait for those.
@@ -70,8 +73,13 @@ class HostMemory:
             else:
                 self._fetch(target, storage.tensor)
             payloads[key] = HostPayload(memoryview(target.numpy()))
+            self._copies[storage.on_host, storage.address, storage.nbytes] = payloads[key]
             at += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
         return payloads
+
+    def copy_of(self, storage: StorageBytes) -> HostPayload | None:
+        """Return the copy of some bytes that ``hold`` has made since ``begin``; None without one."""
+        return self._copies.get((storage.on_host, storage.address, storage.nbytes))
 
     def settle(self) -> None:
         """Wait for copies from devices."""

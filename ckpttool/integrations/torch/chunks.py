@@ -337,6 +337,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             memory.settle()
         held = {found.entries[n].piece: payloads[str(n)] for n in mine}
         digested = mine if whole is None else range(len(found.entries)) if ranks.rank == 0 else ()
+        if whole is not None and memory is not None:
+            copied = ((n, memory.copy_of(_bytes_of(piece.tensor))) for n, piece in enumerate(found.state.pieces))
+            held |= {n: payload for n, payload in copied if payload is not None}
         copies = _copies(found.entries, shared, ranks.rank, {*digested})
         digests = _Digests(found.state, held, copies, in_background=kept.in_background)
     except Exception as error:  # not raised here: the other ranks would wait for this one
