@@ -815,8 +815,8 @@ def _with_other_replicas(job: dict[str, Any], directory: Path) -> tuple[str, lis
 def test_replicas_that_differ_at_a_save_are_named_and_what_is_written_is_digested(tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [
         {
-            "id": f"{ranks}-{background}-{odd}-{n}-{files}", "mesh": mesh, "world_size": ranks, "background": background,
-            "odd": odd, "number": n, "files": files,
+            "id": f"{ranks}-{background}-{odd}-{n}-{files}", "mesh": mesh, "world_size": ranks,
+            "background": background, "odd": odd, "number": n, "files": files,
         }
         for mesh, ranks, odd in (("ddp", 2, 1), ("ddp", 2, 0), ("ddp", 3, 1), ("ddp", 3, 2))
         for background in (False, True)
