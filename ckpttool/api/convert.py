@@ -19,6 +19,7 @@ from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
+from ckpttool.model.state_digest import STEP
 from ckpttool.plan.builder import sample_checks
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
@@ -327,6 +328,11 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
         plan = _plan_for_torch(checkpoint, target, losses)
         lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
         lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
+        counted = any(
+            STEP in own
+            for own in (*(g.scalars for g in checkpoint.groups), *(p.numbers for p in checkpoint.parameters))
+        )
+        lost += [f"the step ({checkpoint.step})"] if checkpoint.step and not counted else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
         names = LAYOUTS[target.layout or "nested"] if target.to == "dcp" else None
         written: Mapping[str, Any] = {} if names is None else client_state_of(checkpoint.client_state, names)

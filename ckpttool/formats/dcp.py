@@ -589,7 +589,9 @@ class _Entry(NamedTuple):
 
 def _described(path: str, metadata: Fields, shards: Shards) -> Iterator[_Entry]:
     """Yield the entries that the metadata describes."""
-    paths = metadata.values.get("planner_data")
+    if "planner_data" not in metadata:
+        raise LayoutError(path, "is not the metadata of torch.distributed.checkpoint: planner_data is missing", RESTORE)
+    paths = metadata.values["planner_data"]
     paths = paths if isinstance(paths, dict) else {}
     for fqn, value in metadata.get("state_dict_metadata", dict).items():
         if not isinstance(fqn, str):

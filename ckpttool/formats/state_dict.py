@@ -153,7 +153,7 @@ class StateDict:
             group = group_of.get(name)
             parameter_states = {
                 MODULE if group is None else MASTER: weight,
-                **_elementwise_states(states.get(name, {}), weight.shape, single),
+                **_elementwise_states(states.get(name, {}), weight.shape, single & self.numbers.get(name, {}).keys()),
             }
             parameters.append(
                 Parameter(
@@ -294,7 +294,7 @@ def _numbers_elsewhere(numbers: Mapping[str, Mapping[str, ScalarState]], weights
 def _elementwise_states(
     states: Mapping[str, State], shape: tuple[int, ...], single: Collection[str]
 ) -> dict[str, State]:
-    """Return the states with one value per element, without those that are ``single`` numbers."""
+    """Return the states with one value per element, without the ones that are ``single`` numbers."""
     without = {*single, MODULE, MASTER}
     return {key: state for key, state in states.items() if state.shape == shape and key not in without}
 

@@ -197,7 +197,8 @@ def group_options(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
     """
     options = without_tensors(dict(checkpoint.groups[number].hyperparameters))
     known = {key for p in checkpoint.parameters if p.group == number for key in p.states}
-    return {**_ADAMW, **options} if known >= {"exp_avg", "exp_avg_sq"} and "betas" in options else options
+    is_adam = known >= {"exp_avg", "exp_avg_sq"} and "betas" in options and "momentum_decay" not in options  # NAdam
+    return {**_ADAMW, **options} if is_adam else options
 
 
 _ADAMW = {

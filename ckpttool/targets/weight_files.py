@@ -196,6 +196,9 @@ def optimizer_files(
         for key, state in own.items():
             keys[key] = None
             states.append(Weight(f"{key}.{parameter.name}", state, "F32" if key == MASTER else state.dtype))
+    if not states:
+        problem = "holds no optimizer states with a value for each element"
+        raise PlanError(checkpoint.location, problem, "leave out optimizer, or convert it to dcp", ("optimizer",))
     if ambiguous := [key for key in keys if any(key.startswith(f"{other}.") for other in keys)]:
         problem = f"names an optimizer state {ambiguous[0]}, which begins with the name of another"
         raise PlanError(checkpoint.location, problem, "convert it to dcp or to universal")

@@ -289,6 +289,7 @@ DAMAGE = {
     "negative chunk": _chunks(offsets=[-1, 0]),
     "huge chunk": _chunks(sizes=torch.Size([1 << 30, 1 << 30])),
     "flat chunk": _chunks(sizes=torch.Size([35])),
+    "no planner": lambda value: object.__delattr__(value, "planner_data"),
     "planner of junk": _set(planner_data=7),
     "planner paths of junk": _set(planner_data={f"model.{i}.weight": i for i in range(3)}),
 }

@@ -51,6 +51,7 @@ from ckpttool.integrations.torch.live import (
     values_of,
     wrapped_class,
 )
+from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 from ckpttool.messages import brief
 from ckpttool.model import Topology
@@ -131,12 +132,40 @@ def check_saved(run: LiveRun, written: Written) -> None:
     names = run.named.names
     for number, (owner, group) in enumerate(run.groups):
         run.trained(group)  # raises for parameters that the model lacks
+        forms = Forms(owner, group)
         for option, value in group.items():
             _check_option(option, value, number)
         for parameter in group["params"]:
             name = names.get(id(parameter), "")
-            for key, value in owner.state.get(parameter, {}).items():
+            states = owner.state.get(parameter, {})
+            for key, value in states.items():
                 _check_state(key, value, name, parameter, whole=written.files is not None)
+            if any(_is_unlike(key, value, parameter) for key, value in states.items()):
+                _check_shapes(forms, parameter, name)
+
+
+def _is_unlike(key: str, value: Any, parameter: Any) -> bool:
+    """Return whether a state is a tensor of another shape than the parameter's."""
+    is_number = number_of(key, value, parameter) is not None
+    return isinstance(value, torch.Tensor) and value.shape != parameter.shape and not is_number
+
+
+def _check_shapes(forms: Forms, parameter: Any, name: str) -> None:
+    """Check that a restore knows the shapes of the states of a parameter.
+
+    Raises:
+        ArgumentError: One depends on more than the parameter's sizes, or the parameter is spread over the ranks.
+    """
+    hint = "save it with torch, or pass optimizer=False to save the weights alone"
+    if hasattr(parameter, "placements"):
+        problem = (
+            f"has a state of {brief(name, 200)} in another shape than the parameter, which is spread over the ranks"
+        )
+        raise ArgumentError("optimizer", problem, hint)
+    try:
+        forms.of(parameter)
+    except ArgumentError as error:
+        raise ArgumentError("optimizer", error.problem, hint) from error
 
 
 def _check_option(option: str, value: Any, number: int) -> None:

@@ -565,7 +565,7 @@ def _states_of(
     if kept is None:
         problem = f"is {type(owner).__name__}, whose states are unknown before its first step"
         raise PlanError("optimizer", problem, "load it with torch, or pass weights_only=True")
-    if not states and not any(key in numbers for key, form in kept.items() if form.number and key != STEP):
+    if not states and not any(key in numbers for key in kept if key != STEP):
         moments = any(form.first and not form.number for form in kept.values())
         if moments or STEP not in numbers:  # never updated
             return [], []
@@ -579,8 +579,10 @@ def _states_of(
     piece = piece_of(WEIGHTS, name, parameter)
     found, counted = [], []
     for key, form in kept.items():
-        if form.number and key in numbers:
-            counted.append(_Number(name, key, numbers[key].value, form))
+        one = form.number or math.prod(form.shape_for(piece.shape)) == 1
+        if one and key in numbers and (form.number or key not in states):
+            shape = form.shape if form.number else form.shape_for(piece.shape)
+            counted.append(_Number(name, key, numbers[key].value, form._replace(shape=shape)))
         elif not form.number and key in states:
             _check_spread(owner, parameter, key, name)
             shape = form.shape_for(piece.shape)

@@ -22,8 +22,9 @@ from ckpttool.model.state_digest import STEP
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-DISTINCT_SIZES = 6
-"""Dimensions of a trial parameter that differ in size: the sizes of a state then show which of them it has."""
+SIZES = (2, 3, 5, 7, 11), (3, 5, 7, 11, 13)
+"""Sizes of the first dimensions of two trial parameters; further dimensions have size 2. The sizes of their states show
+which dimensions a state has."""
 LATER_STEPS = 15
 """Trial steps after the first: some optimizers add states later, such as the slow weights of Lookahead."""
 
@@ -52,13 +53,15 @@ class Form(NamedTuple):
     """Shape of a number: () or (1,)."""
     first: bool
     """Whether the first step makes it."""
-    dims: tuple[int | None, ...] | None = None
+    dims: tuple[tuple[int | None, int], ...] | None = None
     """Of a tensor of another shape than the parameter's, such as the row sums of Adafactor: for each of its dimensions
-    the one of the parameter with that size, or None for size 1."""
+    the one of the parameter with that size and 0, or None and a size that does not depend on the parameter."""
 
     def shape_for(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the state, a tensor, of a parameter of some shape."""
-        return tuple(shape) if self.dims is None else tuple(1 if dim is None else shape[dim] for dim in self.dims)
+        if self.dims is None:
+            return tuple(shape)
+        return tuple(size if dim is None else shape[dim] if dim < len(shape) else 1 for dim, size in self.dims)
 
 
 def trial(optimizer: Any, options: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]) -> Trial | None:
@@ -132,7 +135,7 @@ class Forms:
             None if neither shows them.
 
         Raises:
-            ArgumentError: One is neither a number nor a tensor of the parameter's sizes.
+            ArgumentError: The shape of one does not follow from the parameter's.
         """
         own = self._optimizer.state.get(parameter, {})
         tried = self._tried(parameter)
@@ -147,47 +150,67 @@ class Forms:
         dims = max(1, parameter.dim())  # of a scalar, a moment could not be told from the step
         key = dims, parameter.dtype, device.type
         if key not in self._known:
-            sizes = [2 + dim if dim < DISTINCT_SIZES else 2 for dim in range(dims)]
-            tiny = torch.nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=device))
+            several = [
+                torch.nn.Parameter(torch.zeros(_sizes(dims, number), dtype=parameter.dtype, device=device))
+                for number in range(2)
+            ]
             on_cpu = {"capturable": False} if device.type == "cpu" and "capturable" in self._group else {}
-            found = trial(self._optimizer, {**self._group, **on_cpu}, [tiny])
-            self._known[key] = None if found is None else self._forms(found, tiny)
+            found = trial(self._optimizer, {**self._group, **on_cpu}, several)
+            self._known[key] = None if found is None else self._forms(found, several)
             self.options |= {*found.options} if found is not None else {*()}
         return self._known[key]
 
-    def _forms(self, found: Trial, tiny: Any) -> dict[str, Form]:
+    def _forms(self, found: Trial, several: Sequence[Any]) -> dict[str, Form]:
         first, last = found.first[0], found.last[0]
         forms = {}
         for key, value in {**first, **last}.items():
-            dims = _dims(value, tiny)
+            other = {**found.first[1], **found.last[1]}.get(key)
+            dims = _dims([value, other], several)
             made = (
                 Form(number=False, dtype=None, device=None, shape=(), first=key in first, dims=dims) if dims else None
             )
-            forms[key] = self._form(key, value, tiny, made, first=key in first)
+            forms[key] = self._form(key, value, several[0], made, first=key in first)
         return forms
 
     def _form(self, key: str, value: Any, parameter: Any, tried: Form | None, *, first: bool = True) -> Form:
         """Return the form of a state; errors as for ``of``."""
         found = _form(value, parameter, tried, number=key == STEP, first=first)
         if found is None:
-            problem = (
-                f"is {type(self._optimizer).__name__}, whose {key} has neither one element nor the parameter's sizes"
-            )
+            name = type(self._optimizer).__name__
+            problem = f"is {name}, whose {key} has a shape that does not follow from the parameter's"
             raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
         return found
 
 
-def _dims(value: Any, tiny: Any) -> tuple[int | None, ...] | None:
-    """Return ``Form.dims`` of the state of a trial parameter; None if it has the same shape, or one element."""
-    sizes = [*tiny.shape]
-    if not isinstance(value, torch.Tensor) or value.numel() == 1 or value.shape == tiny.shape:
+def _sizes(dims: int, number: int) -> list[int]:
+    """Return the sizes of a trial parameter."""
+    return [*SIZES[number][:dims], *[2] * (dims - len(SIZES[number]))]
+
+
+def _dims(values: Sequence[Any], several: Sequence[Any]) -> tuple[tuple[int | None, int], ...] | None:
+    """Return ``Form.dims`` of a state from the states of the trial parameters; None if it has their shape, or is one
+    number, or its shape depends on more than their sizes.
+    """
+    if not all(isinstance(value, torch.Tensor) for value in values) or len({value.dim() for value in values}) > 1:
         return None
-    known = all(size == 1 or sizes.count(size) == 1 for size in value.shape)
-    return tuple(None if size == 1 else sizes.index(size) for size in value.shape) if known else None
+    if all(value.numel() == 1 and value.dim() <= 1 for value in values):
+        return None
+    if all(value.shape == parameter.shape for value, parameter in zip(values, several, strict=True)):
+        return None
+    pairs = [*zip(*(map(int, parameter.shape) for parameter in several), strict=True)]
+    found: list[tuple[int | None, int]] = []
+    for sizes in zip(*(map(int, value.shape) for value in values), strict=True):
+        if pairs.count(sizes) == 1:
+            found.append((pairs.index(sizes), 0))
+        elif len({*sizes}) == 1:
+            found.append((None, sizes[0]))
+        else:
+            return None
+    return tuple(found)
 
 
 def _form(value: Any, parameter: Any, tried: Form | None, *, number: bool, first: bool) -> Form | None:
-    """Return the form of a state; None if it has neither one element nor the parameter's sizes.
+    """Return the form of a state; None if its shape does not follow from the parameter's.
 
     Args:
         value: The state.
