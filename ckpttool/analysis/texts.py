@@ -160,7 +160,7 @@ def parameters(c: Checkpoint) -> Iterator[Block]:
     """Yield a row for each parameter, buffer and tied name."""
     rows = []
     for p in c.parameters:
-        states = ", ".join(_state_label(key, s.dtype) for key, s in p.states.items())
+        states = ", ".join(_state_label(key, s.dtype) for key, s in p.tensors.items())
         kind = "frozen" if p.frozen else "" if p.group == UNKNOWN_GROUP else f"group {p.group}"
         rows.append([p.name, _shape(p.shape), f"{p.numel:,}", kind, states])
     rows += [[b.name, _shape(b.state.shape), f"{b.state.numel:,}", "buffer", dtype(b.state.dtype)] for b in c.buffers]
