@@ -32,6 +32,7 @@ class Other:
 
 TEXTS = ["", "a name", "x" * 255, "x" * 256, "naïve", "\n", "ub", "K"]
 NUMBERS = [0, 1, 255, 256, 65535, 65536, -1, 2**31 - 1, 2**31, -(2**40)]
+OPCODES = b"hjKMJN\x8c\x94\x85\x86\x87()}ub.\x81R"
 SIZES = [torch.Size(given) for given in ([], [3], [4, 300], [70000, 1, 2], [1, 2, 3, 4], [0], [2] * 9, [2**40, 1])]
 
 
@@ -82,29 +83,29 @@ def _read(data: bytes, *, patterns: bool) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_patterns_read_what_the_opcodes_make(protocol: int) -> None:
-    for seed in range(40):
+    for seed in range(12):
         data = pickle.dumps(_drawn(seed), protocol=protocol)
         assert _read(data, patterns=True) == _read(data, patterns=False), seed
 
 
 def test_damaged_bytes_are_read_or_refused_as_by_the_opcodes() -> None:
-    data = pickle.dumps(_drawn(3)[0][:30], protocol=4)
+    data = pickle.dumps(_drawn(3)[0][:16], protocol=4)
     random_ = random.Random(5)  # noqa: S311 - repeatable
-    assert len(data) > 1000
+    assert len(data) > 600
     for at in range(len(data)):
-        for new in (data[at] ^ (1 << random_.randrange(8)), random_.choice(b"hjKMJN\x8c\x94\x85\x86\x87()}ub.\x81R")):
-            damaged = data[:at] + bytes([new]) + data[at + 1 :]
-            assert _read(damaged, patterns=True) == _read(damaged, patterns=False), at
-        assert _read(data[:at], patterns=True) == _read(data[:at], patterns=False), at
+        new = data[at] ^ (1 << random_.randrange(8)) if at % 2 else random_.choice(OPCODES)
+        damaged = data[:at] + bytes([new]) + data[at + 1 :]
+        assert _read(damaged, patterns=True) == _read(damaged, patterns=False), at
+        assert at % 4 or _read(data[:at], patterns=True) == _read(data[:at], patterns=False), at
 
 
 def test_most_objects_are_read_by_a_pattern() -> None:
-    parts = [Part(torch.Size([n, 8]), f"name {n}", n % 7) for n in range(20_000)]
+    parts = [Part(torch.Size([n, 8]), f"name {n}", n % 7) for n in range(4000)]
     data = pickle.dumps(parts, protocol=4)
     machine = Machine(data, 0, 1 << 30)
     execute(machine)
     assert machine.records is not None
-    assert len(machine.records.heights) > 19_900
+    assert len(machine.records.heights) > 3970
 
 
 def test_objects_in_a_pattern_are_charged_as_by_the_opcodes() -> None:
