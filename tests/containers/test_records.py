@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 from dataclasses import dataclass
@@ -153,6 +154,26 @@ def test_a_class_with_ever_other_attributes_has_few_patterns() -> None:
     assert machine.records is not None
     assert machine.records._made <= ATTEMPTS
     assert _read(data, patterns=True) == _read(data, patterns=False)
+
+
+def test_a_negative_size_is_refused() -> None:
+    data = pickle.dumps([Part(torch.Size([70_000 + n, 2]), "name", n) for n in range(20)], protocol=4)
+    at = data.rindex(b"J") + 1
+    damaged = data[: at + 3] + b"\xff" + data[at + 4 :]
+    assert _read(damaged, patterns=True) == _read(damaged, patterns=False)
+    assert _read(damaged, patterns=True)[0] == "RefusedError"
+
+
+@pytest.mark.parametrize("size", [torch.Size([3]), 7], ids=["with a size", "without"])
+def test_an_object_counts_as_deep_as_it_is(size: Any) -> None:
+    below = 2 if size != 7 else 1
+    for depth, refused in ((MAX_DEPTH - below, False), (MAX_DEPTH - below + 1, True)):
+        value: Any = Part(size, "text", 2)
+        for _ in range(depth):
+            value = [value]
+        data = pickle.dumps([[Part(size, "text", n) for n in range(20)], *value], protocol=4)
+        with pytest.raises(ContainerError, match="nests containers") if refused else contextlib.nullcontext():
+            unpickle(data, path="x")
 
 
 def test_depth_below_an_object_is_still_bounded() -> None:
