@@ -25,6 +25,14 @@ def run_on_cpu() -> None:
     AcceleratorState.__init__ = start_on_a_cpu
 
 
+def forget() -> None:
+    """Let this process begin another run with Accelerate, in the same process group."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 if __name__ == "__main__":
     del sys.argv[0]
     run_on_cpu()

@@ -33,6 +33,8 @@ LONG = ("tests/pages/", "tests/storage/", "tests/saving/")
 gc.disable()
 # DeepSpeed asks this when it is imported; the tests that use it have no other accelerator to offer.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# A second thread costs more than it computes of tensors as small as those of the tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

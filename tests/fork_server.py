@@ -43,6 +43,10 @@ def _serve() -> tuple[str, dict[str, str]] | None:
     # Each optimizer of DeepSpeed on the CPU asks for the processor's vendor, for a warning: it takes two seconds.
     cpuinfo: Any = importlib.import_module("cpuinfo")
     cpuinfo.get_cpu_info = dict
+    # torch.manual_seed keeps each seed for devices that may come later, with the stack of the call.
+    for name in ("torch.cuda", "torch.mtia", "torch.xpu"):
+        device: Any = importlib.import_module(name)
+        device.manual_seed_all = _seed_no_device
     for name in IMPORTED:
         importlib.import_module(name)
     common.preload()
@@ -59,6 +63,10 @@ def _serve() -> tuple[str, dict[str, str]] | None:
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
         sys.stdout.flush()
     return None
+
+
+def _seed_no_device(_: int) -> None:
+    """Stand in for the seeds of a device that is not there."""
 
 
 def _become(directory: str, environment: dict[str, str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = ("tests/under_ray/", "tests/pages/")
-"""Directories of the tests that start Ray clusters, and of those that share a browser."""
+TOGETHER = ("tests/under_ray/", "tests/pages/", "tests/frameworks/")
+"""Directories of the tests that start Ray clusters, that share a browser, and whose fork server imports frameworks."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not followed

@@ -21,7 +21,7 @@ STEPS, SAVED = 6, 3
 
 def run(jobs: list[dict[str, Any]]) -> None:
     """Run all jobs, one after another."""
-    run_jobs(jobs, _train)
+    run_jobs(jobs, _train, accelerate_on_cpu.forget)
 
 
 class Progress:

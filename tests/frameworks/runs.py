@@ -1,49 +1,76 @@
 """Run jobs on forked ranks, one after another; what came of each is in ``facts.json`` of its directory.
 
-A job with ``kills`` is killed that many times at random moments, and started again on the next number of ranks.
+Jobs of one number of ranks share their processes, but for those that may fail or are killed. A job with ``kills`` is
+killed that many times at random moments, and started again on the next number of ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import itertools
 import json
 import logging
 import os
 import random
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests import forked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SECONDS = 240
 """How long a rank may run before it counts as stuck."""
 
 
-def run_jobs(jobs: list[dict[str, Any]], train: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+Train = Callable[[dict[str, Any], dict[str, Any]], None]
+"""Trains on one rank; adds what it finds to the facts."""
+
+
+def run_jobs(jobs: list[dict[str, Any]], train: Train, forget: Callable[[], None] = lambda: None) -> None:
     """Run jobs.
 
     Args:
         jobs: The jobs; each has a directory ``out``.
         train: Trains on one rank; adds what it finds to the facts.
+        forget: Drops what a framework keeps of one run, before the next one of the process.
     """
     # The frameworks ask for versions of packages again and again, and each time the package's metadata is parsed.
     metadata.version = functools.cache(metadata.version)
-    for job in jobs:
-        Path(job["out"]).mkdir(parents=True, exist_ok=True)
-        killed = _kill_runs(job, train) if "kills" in job else []
-        statuses = forked.statuses_of(job["world_size"], partial(_rank, job, train))
-        facts = Path(job["out"], "facts.json")
-        found = json.loads(facts.read_text()) if facts.exists() else {}
-        facts.write_text(json.dumps({**found, "statuses": statuses, "killed": killed}))
+    for key, group in itertools.groupby(sorted(jobs, key=_process), _process):
+        together = list(group)
+        for job in together:
+            Path(job["out"]).mkdir(parents=True, exist_ok=True)
+        killed = [_kill_runs(job, train) if "kills" in job else [] for job in together]
+        statuses = forked.statuses_of(key[0], partial(_ranks, together, train, forget))
+        for job, of_job in zip(together, killed, strict=True):
+            facts = Path(job["out"], "facts.json")
+            found = json.loads(facts.read_text()) if facts.exists() else {}
+            facts.write_text(json.dumps({**found, "statuses": statuses, "killed": of_job}))
 
 
-def _rank(job: dict[str, Any], train: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+def _process(job: dict[str, Any]) -> tuple[int, str]:
+    """Return what jobs of the same processes have in common."""
+    alone = job.get("fails") or "kills" in job or "kill" in job
+    return job["world_size"], job["id"] if alone else ""
+
+
+def _ranks(jobs: list[dict[str, Any]], train: Train, forget: Callable[[], None]) -> None:
+    """Do jobs one after another."""
+    environment = dict(os.environ)
+    for number, job in enumerate(jobs):
+        if number:
+            os.environ.clear()
+            os.environ.update(environment)
+            forget()
+            gc.freeze()  # frameworks call gc.collect
+        _rank(job, train)
+
+
+def _rank(job: dict[str, Any], train: Train) -> None:
     import deepspeed
     import torch
 
@@ -52,13 +79,15 @@ def _rank(job: dict[str, Any], train: Callable[[dict[str, Any], dict[str, Any]],
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpttool").addHandler(handler)
+    logger = logging.getLogger("ckpttool")
+    logger.addHandler(handler)
     facts: dict[str, Any] = {}
     try:
         train(job, facts)
         facts["error"] = ""
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {error}"
+    logger.removeHandler(handler)
     if os.environ["RANK"] == "0":
         facts["told"] = told
         Path(job["out"], "facts.json").write_text(json.dumps(facts))
@@ -79,7 +108,7 @@ def noted_losses(job: dict[str, Any]) -> list[tuple[int, int, float]]:
     return [(int(ranks), int(step), float(loss)) for ranks, step, loss in lines]
 
 
-def _kill_runs(job: dict[str, Any], train: Callable[[dict[str, Any], dict[str, Any]], None]) -> list[int]:
+def _kill_runs(job: dict[str, Any], train: Train) -> list[int]:
     """Start a job and kill all its ranks, as often as it says; return the numbers of ranks that were killed.
 
     A kill comes a random time after the start, or after the loss of a random step: in a restore, a step, or a save. The

@@ -27,7 +27,14 @@ def run(jobs: list[dict[str, Any]]) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, or each run does at its first save
-    run_jobs(jobs, _train)
+    run_jobs(jobs, _train, _forget)
+
+
+def _forget() -> None:
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    accelerate_on_cpu.forget()
 
 
 class _Hub:

@@ -1,12 +1,15 @@
 """Runs of Ray Train on a small cluster of this host, one after the other; what came of them is written down.
 
-A job: {"name", "run", "arguments"}.
+Most runs share a job of Ray: for each one of Ray's jobs, its driver and the process that forks its workers import Ray.
+
+A run: {"name", "run", "arguments"}.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -48,14 +51,19 @@ SECONDS = 1200
 
 
 IMPORTED = (
-    "aiohttp", "jsonschema", "pandas", "pyarrow.dataset", "pyarrow.parquet", "requests", "transformers.trainer",
-    "transformers.models.llama.modeling_llama", "ckpttool.saving.two_phase",
+    "aiohttp", "jsonschema", "pandas", "pyarrow.dataset", "pyarrow.json", "pyarrow.parquet", "pydantic.v1", "requests",
+    "rich.live", "transformers.trainer", "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama", "ckpttool.integrations.huggingface", "ckpttool.saving.two_phase",
 )  # fmt: skip
 """What Ray and the train functions import, beside DeepSpeed: before their workers are forked."""
 
 
+APART = ("example", "fsdp2")
+"""Runs that leave the cluster by themselves: each has a process of its own."""
+
+
 def run(jobs: list[dict[str, Any]], directory: Path) -> None:
-    """Do the runs that were asked for, each in a process of its own; of one that fails, its name and the error stay."""
+    """Do the runs that were asked for; of one that fails, its name and the error stay."""
     os.environ |= ENVIRONMENT
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less to start for each group of workers
     sys.path.append(str(EXAMPLES))
@@ -64,8 +72,8 @@ def run(jobs: list[dict[str, Any]], directory: Path) -> None:
         importlib.import_module(name)
     with worker_forks.of_this_process(), _cluster(directory) as address:
         os.environ["RAY_ADDRESS"] = address
-        for job in jobs:
-            forked.statuses_of(1, partial(_do, job, directory))
+        for _, together in itertools.groupby(jobs, lambda job: job["name"] if job["run"] in APART else ""):
+            forked.statuses_of(1, partial(_do, list(together), directory))
 
 
 @contextlib.contextmanager
@@ -99,26 +107,30 @@ def _cluster(directory: Path) -> Iterator[str]:
         forked.wait_for(started)
 
 
-def _do(job: dict[str, Any], directory: Path) -> None:
-    """Do one run; what it prints goes to a file of its name."""
-    forked.end_if_stuck(SECONDS)
+def _do(jobs: list[dict[str, Any]], directory: Path) -> None:
+    """Do runs in this process; what one of them prints goes to a file of its name."""
     runs: dict[str, Callable[..., None]] = {
         "deaths": _deaths, "resume": _resume, "bucket": _bucket, "ending": _ending, "example": _example,
         "frameworks": _frameworks, "several": _several, "pages": _pages,
         "fsdp2": _fsdp2, "torch": _torch,
     }  # fmt: skip
-    name = job["name"]
-    try:
-        with (directory / f"{name}.printed").open("w") as printed, contextlib.redirect_stdout(printed):
-            runs[job["run"]](directory, *job["arguments"])
-    except BaseException:
-        (directory / f"{name}.failed").write_text(traceback.format_exc())
-    finally:
-        ray = sys.modules["ray"]
-        ray.shutdown()
+    import ray
+
+    for job in jobs:
+        forked.end_if_stuck(SECONDS)
+        name = job["name"]
+        try:
+            with (directory / f"{name}.printed").open("w") as printed, contextlib.redirect_stdout(printed):
+                if job["run"] not in APART and not ray.is_initialized():
+                    _join()
+                runs[job["run"]](directory, *job["arguments"])
+        except BaseException:
+            (directory / f"{name}.failed").write_text(traceback.format_exc())
+            ray.shutdown()
+    ray.shutdown()
 
 
-def join() -> None:
+def _join() -> None:
     """Join the cluster."""
     import ray
 
@@ -143,7 +155,6 @@ def _told(result: Any) -> dict[str, Any]:
 
 
 def _deaths(directory: Path, deaths: list[str]) -> None:
-    join()
     from ray.train import FailureConfig
 
     config = {"facts": str(directory), "run": str(directory / "deaths"), "deaths": deaths}
@@ -155,7 +166,6 @@ def _deaths(directory: Path, deaths: list[str]) -> None:
 
 
 def _resume(directory: Path) -> None:
-    join()
     here: dict[str, Any] = {"name": "documented", "storage_path": str(directory)}
     first = fit(loops.documented, {"facts": str(directory)}, 2, **here)
     loops.note(str(directory), "first.json", _told(first))
@@ -172,7 +182,6 @@ def _resume(directory: Path) -> None:
 
 
 def _several(directory: Path, thorough: bool) -> None:
-    join()
     from ray.train import FailureConfig, ValidationConfig
 
     validation = ValidationConfig(loops.validate, ray_remote_kwargs={"num_cpus": 0.1})
@@ -233,7 +242,6 @@ def _fsdp2(directory: Path, source: str, runs: list[int]) -> None:
 
 def _torch(directory: Path) -> None:
     """Train an FSDP2 run that dies, and continue it on another number of workers."""
-    join()
     from ray.train import FailureConfig
 
     for part, workers, steps in (("first", 2, 4), ("second", 3, 7)):
@@ -256,7 +264,6 @@ def _sound(run: str, there: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ending(directory: Path, endings: list[str]) -> None:
-    join()
     for how in endings:
         try:
             told = _told(fit(loops.ending, {"how": how}, 2, name=f"ending-{how}", storage_path=str(directory)))
@@ -266,7 +273,6 @@ def _ending(directory: Path, endings: list[str]) -> None:
 
 
 def _bucket(directory: Path) -> None:
-    join()
     import pyarrow.fs
     import s3fs
     from ray.train import CheckpointConfig
@@ -326,7 +332,6 @@ def _example(_: Path, script: str, *commands: list[str]) -> None:
 
 
 def _frameworks(directory: Path, names: list[str]) -> None:
-    join()
     frameworks.main(str(directory), names)
 
 

@@ -30,15 +30,15 @@ def run(watch: dict[str, Any], arguments: list[str]) -> None:
     import ray
     import ray.train.torch
 
-    trainer = ray.train.torch.TorchTrainer
+    trainer, init = ray.train.torch.TorchTrainer, ray.init
     name = f"ray_{watch['script']}.py" if watch["way"] == "ours" else f"ray_{watch['script']}_documented.py"
     sys.argv[:] = [name, *arguments]
+    ray.init = partial(init, ignore_reinit_error=True)
     ray.train.torch.TorchTrainer = lambda loop, **options: trainer(partial(watched, watch, loop), **options)
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
-        ray.train.torch.TorchTrainer = trainer
-        ray.shutdown()
+        ray.train.torch.TorchTrainer, ray.init = trainer, init
 
 
 def watched(watch: dict[str, Any], loop: Callable[[dict[str, Any]], None], config: dict[str, Any]) -> None:

@@ -26,7 +26,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-IMPORTED = ("ray._private.workers.default_worker", "ray.train.torch", "ray.train.v2.api.data_parallel_trainer")
+IMPORTED = (
+    "ray._private.arrow_serialization", "ray._private.workers.default_worker", "ray.data._internal.issue_detection",
+    "ray.train.collective", "ray.train.torch", "ray.train.v2.api.data_parallel_trainer", "ray.tune",
+    "ckpttool.integrations.ray_train",
+)  # fmt: skip
 """What workers import: once for all of a job, in the process that forks them."""
 VARIABLE = "CKPTTOOL_TEST_WORKER_FORKS"
 """Tells the script the number of the process that began it all: its socket has the name of that."""
