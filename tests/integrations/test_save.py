@@ -731,6 +731,19 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
     assert [digest() for digest in digests._digests] == before
 
 
+def test_several_threads_digest_the_same() -> None:
+    before, rows = torch.get_num_threads(), []
+    state = chunks.live_state(Small(), None)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            rows.append(state.digest().rows.tolist())
+    finally:
+        torch.set_num_threads(before)
+    assert rows[0] == rows[1]
+    assert any(any(row) for row in rows[0])
+
+
 def test_parts_that_do_not_fill_a_tensor_are_refused_before_the_first_byte(tmp_path: Path) -> None:
     found = chunks.described(
         torch_run(Small(), False, None, LoadOptions(optimizer=False)), Save(), 0, str(tmp_path), _kept()
