@@ -18,6 +18,7 @@ from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save, Written
 from ckpttool.integrations.live.run import Kept, Repeated, run_of
 from ckpttool.integrations.torch import chunks
+from ckpttool.integrations.torch.live import live_state
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload
 from ckpttool.targets.dcp import LAYOUTS
@@ -733,7 +734,7 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
 
 def test_several_threads_digest_the_same() -> None:
     before, rows = torch.get_num_threads(), []
-    state = chunks.live_state(Small(), None)
+    state = live_state(Small())
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
