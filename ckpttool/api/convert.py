@@ -333,6 +333,11 @@ def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, 
             for own in (*(g.scalars for g in checkpoint.groups), *(p.numbers for p in checkpoint.parameters))
         )
         lost += [f"the step ({checkpoint.step})"] if checkpoint.step and not counted else []
+        stated = any(p.optimizer_states or checkpoint.numbers(p) for p in checkpoint.parameters)
+        frozen = [
+            p.name for p in checkpoint.parameters if p.frozen and any(p.name in g.listed for g in checkpoint.groups)
+        ]
+        lost += [f"which parameters are frozen ({', '.join(frozen[:5])})"] if frozen and not stated else []
         lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
         names = LAYOUTS[target.layout or "nested"] if target.to == "dcp" else None
         written: Mapping[str, Any] = {} if names is None else client_state_of(checkpoint.client_state, names)

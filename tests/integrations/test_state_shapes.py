@@ -165,3 +165,17 @@ def test_an_export_without_a_state_of_the_optimizer_is_refused(tmp_path: Path) -
     with refused(PlanError):
         ckpttool.consolidate(tmp_path / "run", tmp_path / "out", to="safetensors", optimizer=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_names_frozen_parameters_that_it_cannot_tell_from_trained_ones(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    net[1].bias.requires_grad_(requires_grad=False)
+    for momentum in (0.0, 0.9):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+        _train((lambda: net(torch.ones(3)).sum(), optimizer), 1)
+        source, out = tmp_path / f"run {momentum}", tmp_path / f"out {momentum}"
+        ckpttool.CheckpointManager(source).save(net, optimizer=optimizer, step=1)
+        report = ckpttool.convert(source, out, to="dcp")
+        named = "which parameters are frozen (1.bias)" in " ".join(report.notes)
+        kept = [p.name for p in ckpttool.inspect(out).parameters if p.frozen] == ["1.bias"]
+        assert (named, kept) == (momentum == 0, momentum > 0)
