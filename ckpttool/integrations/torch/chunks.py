@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from ckpttool.targets.dcp import DcpLayout
 
 LOG = logging.getLogger(__name__)
+SAVE_OTHERWISE = "save it with torch, or pass optimizer=False to save the weights alone"
 VERSION = 1
 """Version of the content of RUN_STATE."""
 SCHEDULER_OF_ACCELERATE = "scheduler.bin"
@@ -132,7 +133,7 @@ def check_saved(run: LiveRun, written: Written) -> None:
     names = run.named.names
     for number, (owner, group) in enumerate(run.groups):
         run.trained(group)  # raises for parameters that the model lacks
-        forms = Forms(owner, group)
+        forms = Forms(owner, group, SAVE_OTHERWISE)
         for option, value in group.items():
             _check_option(option, value, number)
         for parameter in group["params"]:
@@ -156,16 +157,10 @@ def _check_shapes(forms: Forms, parameter: Any, name: str) -> None:
     Raises:
         ArgumentError: One depends on more than the parameter's sizes, or the parameter is spread over the ranks.
     """
-    hint = "save it with torch, or pass optimizer=False to save the weights alone"
     if hasattr(parameter, "placements"):
-        problem = (
-            f"has a state of {brief(name, 200)} in another shape than the parameter, which is spread over the ranks"
-        )
-        raise ArgumentError("optimizer", problem, hint)
-    try:
-        forms.of(parameter)
-    except ArgumentError as error:
-        raise ArgumentError("optimizer", error.problem, hint) from error
+        problem = f"has a state of {brief(name, 200)} in another shape than the parameter, which is spread over ranks"
+        raise ArgumentError("optimizer", problem, SAVE_OTHERWISE)
+    forms.of(parameter)
 
 
 def _check_option(option: str, value: Any, number: int) -> None:
@@ -182,13 +177,12 @@ def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool
     if number_of(key, value, parameter) is not None or value is None:
         return
     what = f"has {key} of {brief(name, 200)}"
-    hint = "save it with torch, or pass optimizer=False to save the weights alone"
     if not isinstance(value, torch.Tensor) or wrapped_class(value):
         kind = wrapped_class(value) or type(value).__name__
-        raise ArgumentError("optimizer", f"{what} as a {kind}, not as a tensor", hint)
+        raise ArgumentError("optimizer", f"{what} as a {kind}, not as a tensor", SAVE_OTHERWISE)
     if hasattr(parameter, "placements") and not hasattr(value, "placements"):
         problem = f"{what} as a tensor of this rank alone, beside a parameter that is spread over the ranks"
-        raise ArgumentError("optimizer", problem, hint)
+        raise ArgumentError("optimizer", problem, SAVE_OTHERWISE)
     if whole and not (value.shape == parameter.shape or is_reduced(value.shape, parameter.shape)):
         problem = f"{what} in another shape than the parameter, which no resume restores"
         raise ArgumentError("optimizer", problem, "choose another optimizer, or let the framework save alone")

@@ -119,10 +119,14 @@ class Forms:
     Args:
         optimizer: The optimizer.
         group: The group.
+        hint: What to do where a shape is unknown.
     """
 
-    def __init__(self, optimizer: Any, group: Mapping[str, Any]) -> None:
+    def __init__(
+        self, optimizer: Any, group: Mapping[str, Any], hint: str = "load it with torch, or pass weights_only=True"
+    ) -> None:
         self._optimizer = optimizer
+        self._hint = hint
         self._group = group
         self._known: dict[tuple[int, torch.dtype, str], dict[str, Form] | None] = {}
         self.options = {*group}
@@ -178,7 +182,7 @@ class Forms:
         if found is None:
             name = type(self._optimizer).__name__
             problem = f"is {name}, whose {key} has a shape that does not follow from the parameter's"
-            raise ArgumentError("optimizer", problem, "load it with torch, or pass weights_only=True")
+            raise ArgumentError("optimizer", problem, self._hint)
         return found
 
 
