@@ -73,7 +73,7 @@ class Machine:
         self.storages: dict[str, StorageRef] = {}
         self.same_hash: dict[int, set[Any]] = {}
         """Keys whose hash an attacker can choose, by hash."""
-        self.records: Records | None = Records(self)
+        self.records: Records | None = Records()
         """Reads objects by patterns; None after an opcode that writes to a place of the memo."""
 
     def charge(self, nbytes: int) -> None:

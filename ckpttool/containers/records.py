@@ -52,16 +52,14 @@ class Pattern(NamedTuple):
 
 
 class Records:
-    """Reads objects by patterns. The memo must not be written but by MEMOIZE, as in protocol 4 and later.
+    """Reads the objects of one pickle by patterns.
 
-    Args:
-        machine: The machine that reads the pickle.
+    Only MEMOIZE may write to the memo of the machine, as in protocol 4 and later.
     """
 
-    __slots__ = ("_machine", "_made", "_patterns", "_sizes", "_tried", "heights")
+    __slots__ = ("_made", "_patterns", "_sizes", "_tried", "heights")
 
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
+    def __init__(self) -> None:
         self._patterns: dict[Opaque, Pattern] = {}
         self._tried: Counter[Opaque] = Counter()
         self._made = 0
@@ -70,9 +68,8 @@ class Records:
         self.heights: dict[int, int] = {}
         """How many containers are nested in each object, by its identity."""
 
-    def read(self) -> bool:
+    def read(self, machine: Machine) -> bool:
         """Read the object whose class is on the stack, after EMPTY_TUPLE; return False if the opcodes must be used."""
-        machine = self._machine
         cls = machine.stack[-1] if machine.stack else None
         if type(cls) is not Opaque or cls.how != "global":
             return False
@@ -80,16 +77,16 @@ class Records:
         pattern = self._patterns.get(cls)
         found = None if pattern is None else pattern.regex.match(machine.data, start)
         if found is None:
-            pattern = self._learned(cls, start)
+            pattern = self._learned(machine, cls, start)
             found = None if pattern is None else pattern.regex.match(machine.data, start)
-        return pattern is not None and found is not None and self._build(cls, pattern, found)
+        return pattern is not None and found is not None and self._build(machine, cls, pattern, found)
 
-    def _learned(self, cls: Opaque, start: int) -> Pattern | None:
+    def _learned(self, machine: Machine, cls: Opaque, start: int) -> Pattern | None:
         """Return the pattern of an object; None if an attribute is of another kind, or too many were made."""
         if self._tried[cls] == ATTEMPTS or self._made == MOST_PATTERNS:
             return None
         self._tried[cls] += 1
-        data, memo = self._machine.data, self._machine.memo
+        data, memo = machine.data, machine.memo
         at, regex = start, b""
         names: list[str] = []
         while (found := _ATTRIBUTE.match(data, at)) and len(names) < MOST_ATTRIBUTES:
@@ -106,9 +103,8 @@ class Records:
         self._patterns[cls] = Pattern(re.compile(regex + _END, re.DOTALL), tuple(names), memory)
         return self._patterns[cls]
 
-    def _build(self, cls: Opaque, pattern: Pattern, found: re.Match[bytes]) -> bool:
+    def _build(self, machine: Machine, cls: Opaque, pattern: Pattern, found: re.Match[bytes]) -> bool:
         """Put the object on the stack, its values into the memo; change nothing and return False if one is unusual."""
-        machine = self._machine
         memo, memory, height = machine.memo, pattern.memory, 1
         values: list[Any] = []
         memoized: list[Any] = []
@@ -128,7 +124,7 @@ class Records:
                 value = None
                 memory += SLOT
             elif len(raw) > _LONGEST_GET:
-                known = self._sizes.get(raw) or self._size(raw)
+                known = self._sizes.get(raw) or self._size(machine, raw)
                 if known is None:
                     return False
                 memoized += known[0]
@@ -154,10 +150,10 @@ class Records:
         machine.position = found.end()
         return True
 
-    def _size(self, raw: bytes) -> tuple[list[Any], int] | None:
+    def _size(self, machine: Machine, raw: bytes) -> tuple[list[Any], int] | None:
         """Return the values that the opcodes of a size put into the memo, the size last, and the memory charged."""
         begin = 2 if raw[0] == _H else _LONGEST_GET
-        cls = self._machine.memo.get(_number(raw[:begin]))
+        cls = machine.memo.get(_number(raw[:begin]))
         if type(cls) is not Opaque or (cls.how, cls.module, cls.name) != ("global", "torch", "Size"):
             return None
         marked = raw[begin] == _MARK

@@ -75,7 +75,7 @@ def execute(m: Machine) -> Any:
                 stack[-1] = (stack[-1],)
             elif opcode == _EMPTY_TUPLE and m.records is not None and data.startswith(BEGIN, position):
                 m.position, m.memory_left = position, memory
-                if m.records.read():
+                if m.records.read(m):
                     position, memory = m.position, m.memory_left
                 else:
                     stack.append(())

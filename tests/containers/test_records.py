@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import random
 from dataclasses import dataclass
@@ -154,6 +155,14 @@ def test_a_class_with_ever_other_attributes_has_few_patterns() -> None:
     assert machine.records is not None
     assert machine.records._made <= ATTEMPTS
     assert _read(data, patterns=True) == _read(data, patterns=False)
+
+
+def test_the_patterns_do_not_keep_the_machine_and_its_memo() -> None:
+    machine = Machine(pickle.dumps([Part(n, "text", 2) for n in range(20)], protocol=4), 0, 1 << 30)
+    execute(machine)
+    assert machine.records is not None
+    assert len(machine.records.heights) > 10
+    assert not any(one is machine or one is machine.memo for one in gc.get_referents(machine.records))
 
 
 def test_a_negative_size_is_refused() -> None:
