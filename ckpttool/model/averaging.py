@@ -161,7 +161,7 @@ def average(
         state = base.weights(own)
         if own.name in found:
             state = mean(own.name, state, own.states[key].dtype if keep_types else None)
-        return replace(own, states={**{k: s for k, s in own.states.items() if k not in {MASTER, MODULE}}, key: state})
+        return replace(own, states={key: state, **{k: s for k, s in own.states.items() if k not in {MASTER, MODULE}}})
 
     def buffer(own: Buffer) -> Buffer:
         return Buffer(own.name, mean(own.name, own.state, own.state.dtype)) if own.name in found else own
