@@ -125,7 +125,7 @@ def main() -> None:
         dcp.load(found, checkpoint_id=source)
         set_state_dict(inner, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"])
 
-    def anew(way: Way, out: Path) -> None:
+    def without_states(way: Way, out: Path) -> None:
         optimizer.state.clear()  # as after a restart
         way(out)
 
@@ -145,7 +145,8 @@ def main() -> None:
         "dcp.load": partial(load_with_torch, data / "torch"),
     }
     contest.take("load", "dcp.load", loads)
-    contest.take("load into a new optimizer", "dcp.load", {name: partial(anew, way) for name, way in loads.items()})
+    new: dict[str, Way] = {name: partial(without_states, way) for name, way in loads.items()}
+    contest.take("load into a new optimizer", "dcp.load", new)
     if dist.get_rank() == 0:
         print(json.dumps(contest.found))
     dist.barrier()

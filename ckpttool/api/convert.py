@@ -257,7 +257,9 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         raise LayoutError(checkpoint.location, checkpoint.left_out, hint, ("allow_partial",))
     if target.to != "dcp" and checkpoint.of_other_shape:
         problem = f"has optimizer states of other shapes than their parameters: {checkpoint.of_other_shape}"
-        raise LayoutError(checkpoint.location, problem, "convert it to dcp, or consolidate its weights")
+        raise LayoutError(
+            checkpoint.location, problem, "of all formats dcp alone holds them; consolidate writes the weights alone"
+        )
     tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
     if target.buffers is not None:
         checkpoint = _with_buffers(checkpoint, target.buffers)

@@ -41,7 +41,7 @@ MOST_ATTRIBUTES = 32
 
 
 class Pattern(NamedTuple):
-    """What the objects of a class have in common."""
+    """The pattern of the objects of one class."""
 
     regex: re.Pattern[bytes]
     """Matches an object after BEGIN; one group for each value."""

@@ -36,7 +36,7 @@ def run_jobs(jobs: list[dict[str, Any]], train: Train, forget: Callable[[], None
     Args:
         jobs: The jobs; each has a directory ``out``.
         train: Trains on one rank; adds what it finds to the facts.
-        forget: Drops what a framework keeps of one run, before the next one of the process.
+        forget: Resets the global state of a framework between two runs of a process.
     """
     # The frameworks ask for versions of packages again and again, and each time the package's metadata is parsed.
     metadata.version = functools.cache(metadata.version)

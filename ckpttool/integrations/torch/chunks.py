@@ -141,14 +141,14 @@ def check_saved(run: LiveRun, written: Written) -> None:
             states = owner.state.get(parameter, {})
             for key, value in states.items():
                 _check_state(key, value, name, parameter, whole=written.files is not None)
-            if any(_is_unlike(key, value, parameter) for key, value in states.items()):
+            if any(_is_unlike(value, parameter) for value in states.values()):
                 _check_shapes(forms, parameter, name)
 
 
-def _is_unlike(key: str, value: Any, parameter: Any) -> bool:
-    """Return whether a state is a tensor of another shape than the parameter's."""
-    is_number = number_of(key, value, parameter) is not None
-    return isinstance(value, torch.Tensor) and value.shape != parameter.shape and not is_number
+def _is_unlike(value: Any, parameter: Any) -> bool:
+    """Return whether a state is a tensor of another shape than the parameter's, and not one number."""
+    is_tensor = isinstance(value, torch.Tensor) and (value.numel() != 1 or value.dim() > 1)
+    return is_tensor and value.shape != parameter.shape
 
 
 def _check_shapes(forms: Forms, parameter: Any, name: str) -> None:

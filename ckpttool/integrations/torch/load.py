@@ -579,8 +579,8 @@ def _states_of(
     piece = piece_of(WEIGHTS, name, parameter)
     found, counted = [], []
     for key, form in kept.items():
-        one = form.number or math.prod(form.shape_for(piece.shape)) == 1
-        if one and key in numbers and (form.number or key not in states):
+        single = form.number or math.prod(form.shape_for(piece.shape)) == 1
+        if single and key in numbers and (form.number or key not in states):
             shape = form.shape if form.number else form.shape_for(piece.shape)
             counted.append(_Number(name, key, numbers[key].value, form._replace(shape=shape)))
         elif not form.number and key in states:

@@ -44,7 +44,7 @@ class Form(NamedTuple):
     """The form of one state of a parameter."""
 
     number: bool
-    """Whether it is one number; otherwise it is a tensor."""
+    """True for one number, also in a tensor of one element; false for any other tensor."""
     dtype: torch.dtype | None
     """Its type; None for a Python number."""
     device: torch.device | None
