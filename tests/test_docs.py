@@ -16,6 +16,8 @@ from ckpttool.storage import MANIFEST
 from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
+STEPS = 30
+"""Steps of examples that are killed after their first save, at step 5 or 6."""
 
 
 @pytest.fixture
@@ -109,8 +111,8 @@ def _killed_and_whole(directory: Path, example: str, strategy: str, imports: lis
     )
     _, *printed = scripts.run(
         directory / "logs", imports,
-        (2, [*run, "--steps", "2000"]), (3, [*run, "--steps", "60"]), (2, [*whole, "--steps", "60"]),
-        (2, [*on, "--steps", "66"]),
+        (2, [*run, "--steps", "2000"]), (3, [*run, "--steps", f"{STEPS}"]), (2, [*whole, "--steps", f"{STEPS}"]),
+        (2, [*on, "--steps", f"{STEPS + 6}"]),
         killed=f"{directory}/run/{saved}/{MANIFEST}",
     )  # fmt: skip
     return printed
@@ -127,10 +129,10 @@ def test_the_trainer_without_deepspeed_resumes_on_more_ranks_after_a_kill(tmp_pa
     assert found
     assert int(found[1]) > 0
     assert found[2] == found[3]
-    assert "resumed from step 60" in continued
+    assert f"resumed from step {STEPS}" in continued
     losses, expected = (
         {entry["step"]: entry["loss"] for entry in json.loads(path.read_text())["log_history"] if "loss" in entry}
-        for path in (tmp_path / name / "checkpoint-60" / "trainer_state.json" for name in ("run", "whole"))
+        for path in (tmp_path / name / f"checkpoint-{STEPS}" / "trainer_state.json" for name in ("run", "whole"))
     )
     assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -143,12 +145,12 @@ def test_accelerate_without_deepspeed_resumes_on_more_ranks_after_a_kill(tmp_pat
     losses, expected = (
         {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", one)} for one in printed
     )
-    found = re.search(r"trained from step (\d+) to 60", printed[0])
+    found = re.search(rf"trained from step (\d+) to {STEPS}", printed[0])
     assert found
     assert int(found[1]) > 0
-    assert [*losses] == [*range(int(found[1]) + 1, 61)]
+    assert [*losses] == [*range(int(found[1]) + 1, STEPS + 1)]
     assert losses == pytest.approx({step: expected[step] for step in losses}, rel=1e-5)
-    assert "trained from step 60 to 66" in continued
+    assert f"trained from step {STEPS} to {STEPS + 6}" in continued
     for one in (*printed, continued):
         assert "outputs of the plain model differ by 0.000000" in one
 
