@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 
 import ckpttool
 from tests.damage import flip
+from tests.deepspeed import engines
 from tests.deepspeed_engines import Load, Loaded, load_all
+from tests.forked import each_on_ranks
+from tests.peak import memory_above
 from tests.truth import source, truth
 
 pytestmark = pytest.mark.deepspeed
@@ -129,5 +133,100 @@ def test_a_flipped_bit_leaves_the_engine_half_loaded_and_the_error_says_so(
     assert not engine.facts["untouched"]
 
 
-def test_a_rank_that_cannot_read_leaves_all_half_loaded(loaded: dict[str, Loaded]) -> None:
-    assert loaded["rank 1 fails-in-place"].error.endswith(f": rank 1: Input/output error{HALF_LOADED}")
+def test_an_error_before_the_data_leaves_the_engine_unchanged(loaded: dict[str, Loaded]) -> None:
+    engine = loaded["rank 1 fails-in-place"]
+    assert engine.error.endswith(": rank 1: Input/output error; check the disk")
+    assert engine.facts["untouched"]
+
+
+def _restored(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Save twice, damage the newer save, restore in place; then damage both, and restore in place."""
+    import torch.distributed as dist
+
+    def engine(seed: int) -> Any:
+        made = engines.build(job["stage"], job["dtype"], "two", "adamw", seed)
+        engines.step(made, 1)
+        return made
+
+    def damage(number: int) -> None:
+        dist.barrier()
+        if not dist.get_rank():
+            checkpoint = ckpttool.inspect(root / f"global_step{number}")
+            moment = next(p for p in checkpoint.parameters if p.name == "c.weight").states["exp_avg_sq"].extents[-1]
+            flip(Path(checkpoint.path(int(moment["file"]))), int(moment["offset"]))
+        dist.barrier()
+
+    root = directory / job["id"]
+    saved, staged, own = map(engine, range(3))
+    manager = ckpttool.CheckpointManager(root)
+    for n in (1, 2):
+        manager.save(saved, client_state={"n": n})
+        engines.step(saved, 1)
+    damage(2)
+    expected = manager.restore(staged, tag="global_step1", staged=True)
+    found = manager.restore(own, staged=False, prove=True)
+    held = [engines.held(one) for one in (staged, own)]
+    for one in (staged, own):
+        engines.step(one, 2)
+    later = [engines.held(one) for one in (staged, own)]
+    damage(1)
+    error = engines.told(lambda: manager.restore(own, staged=False))
+    return {
+        "client": [expected, found],
+        "held": held,
+        "next": later,
+        "restored": manager.restored_path,
+        "error": error,
+    }
+
+
+def test_a_restore_takes_an_older_checkpoint_or_says_that_the_engine_is_half_loaded(tmp_path: Path) -> None:
+    jobs = [
+        {"id": f"zero{stage}-{dtype}", "world_size": 2, "stage": stage, "dtype": dtype}
+        for stage, dtype in ((1, "bf16"), (2, "fp32"), (3, "bf16"))
+    ]
+    for name, ranks in each_on_ranks(_restored, jobs, tmp_path).items():
+        for told in ranks:
+            assert told["client"] == [{"n": 1}, {"n": 1}]
+            assert told["restored"] == str(tmp_path / name / "global_step1")
+            for staged, own in (told["held"], told["next"]):
+                assert staged.keys() == own.keys()
+                assert [
+                    k for k, v in staged.items() if not torch.equal(torch.as_tensor(v), torch.as_tensor(own[k]))
+                ] == []
+            assert told["error"].startswith(
+                f"LayoutError: {tmp_path / name}: holds 2 checkpoints, and none can be restored"
+            )
+            assert told["error"].endswith(HALF_LOADED)
+
+
+def _peak(job: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Load a state of 200 MB into an engine that has one, and return the bytes of memory above its own."""
+    import deepspeed
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": job["stage"]}, "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(job["layers"])))
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)
+    engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+    root = directory / job["id"]
+    engine.save_checkpoint(root)
+    ckpttool.load(engine, root, dry_run=True)  # modules and threads of the first load are not memory of the state
+    load = partial(ckpttool.load, engine, root)
+    needed = {str(staged): memory_above(partial(load, staged=staged)) for staged in (False, True)}
+    # DeepSpeed gathers the 16-bit weights of all ranks, in a load as in a step.
+    return {**needed, "gather": memory_above(engine.optimizer.update_lp_params) if job["stage"] < 3 else 0}
+
+
+def test_a_load_in_place_needs_no_second_copy(tmp_path: Path) -> None:
+    jobs = [
+        {"id": f"zero{stage}-dp{ranks}", "world_size": ranks, "stage": stage, "layers": 16 * ranks}
+        for stage, ranks in ((1, 1), (2, 2), (3, 1))
+    ]
+    for name, ranks in each_on_ranks(_peak, jobs, tmp_path).items():
+        for told in ranks:
+            assert told["False"] - told["gather"] < 64 << 20, (name, told)
+            assert told["True"] > 100 << 20, (name, told)
