@@ -110,7 +110,7 @@ def read_objects(
         file: The file.
         allow: Classes, as "module.Class", whose objects are built from the file, which runs their code.
         read: Its structure, if it is known.
-        own: Tensors to return, by the keys of storages of which they have all elements; these are not read.
+        own: Tensors to return for whole storages, by their keys; these storages are not read.
 
     Raises:
         PlanError: The file has an object of a class that is neither known nor allowed.
