@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import ckpttool
+from ckpttool.integrations.torch import load
 from tests.damage import flip
 from tests.forked import each_on_ranks
 from tests.integrations.test_load import MESHES, _held, _wrapped
@@ -246,6 +248,18 @@ def test_an_object_that_does_not_take_its_state_leaves_the_run_half_loaded(tmp_p
         assert str(caught.value).endswith(HALF_LOADED) is not staged
 
 
+def test_too_little_memory_leaves_the_run_half_loaded(tmp_path: Path) -> None:
+    net = _Net(3)
+    optimizer = torch.optim.SGD(net.parameters())
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=optimizer, step=1)
+    with (
+        mock.patch.object(load, "fill", side_effect=MemoryError("none left")),
+        pytest.raises(ckpttool.CkptError, match="MemoryError: none left") as caught,
+    ):
+        ckpttool.load(net, tmp_path, optimizer=optimizer, staged=False)
+    assert str(caught.value).endswith(HALF_LOADED)
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
@@ -266,8 +280,8 @@ def _peak(job: dict[str, Any], directory: Path) -> dict[str, int]:
     manager = ckpttool.CheckpointManager(directory / job["id"])
     manager.save(model, optimizer=optimizer, step=1)
     manager.restore(model, optimizer=optimizer, dry_run=True)  # loads modules
-    load = partial(manager.restore, model, optimizer=optimizer)
-    return {str(staged): memory_above(partial(load, staged=staged)) for staged in (False, True)}
+    restore = partial(manager.restore, model, optimizer=optimizer)
+    return {str(staged): memory_above(partial(restore, staged=staged)) for staged in (False, True)}
 
 
 def test_a_load_in_place_needs_no_second_copy(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ class CheckpointManager:
         """Load the newest whole checkpoint into the run, on every rank; ranks, stage and mesh may have changed.
 
         Incomplete and damaged checkpoints are skipped, with a warning in the log. For checkpoints saved by this class,
-        all bytes read are compared with the checksums before the engine changes.
+        all bytes read are compared with the checksums; unless ``staged=False``, before the engine changes.
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned, or a torch model; or several by the names they
