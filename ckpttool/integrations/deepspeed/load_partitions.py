@@ -23,7 +23,7 @@ from ckpttool.targets.zero.layout import Shape, piece, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -159,24 +159,29 @@ def _tensors_of_engine(live: LiveEngine, root: Mapping[str, Any]) -> dict[str, A
     A state that the engine does not have yet is not among them: it is read into new memory, which becomes the engine's.
     """
     states = root.get("optimizer_state_dict")
-    pairs: list[tuple[Any, Any]] = []
     if states is None:
-        parameters = live.parameters()
-        fragments = (root["frozen_param_fragments"] or {}).items()
-        pairs += [(ref, parameters[name].ds_tensor.detach()) for name, ref in fragments]
-    else:
-        base = states.get("base_optimizer_state") or states["optimizer_state_dict"]
-        for number, (ref, master) in enumerate(zip(_masters(states), live.masters, strict=False)):
-            kept = live.optimizer.optimizer.state.get(master, {})
-            pairs += [(ref, master.detach()[: ref.numel])]
-            pairs += [(value, kept.get(key)) for key, value in base["state"].get(number, {}).items()]
-    masters = _masters(states) if states else []
+        parameters, fragments = live.parameters(), root["frozen_param_fragments"] or {}
+        return _in_place((ref, parameters[name].ds_tensor.detach()) for name, ref in fragments.items())
+    base = states.get("base_optimizer_state") or states["optimizer_state_dict"]
+    found: dict[str, Any] = {}
+    for number, (ref, master) in enumerate(zip(_masters(states), live.masters, strict=False)):
+        own = live.optimizer.optimizer.state.get(master, {})
+        found |= _in_place((value, own.get(key)) for key, value in base["state"].get(number, {}).items())
+        if ref.numel <= master.numel():  # else ``_check_partitions`` refuses it
+            found[ref.storage.key] = master.detach()[: ref.numel]  # of any type: DeepSpeed casts it, too
+    return found
+
+
+def _in_place(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the engine's tensors of some pairs of a planned value and the engine's that have the same shape and type.
+
+    Only flat tensors count: a step is a number, which DeepSpeed sets.
+    """
     return {
         ref.storage.key: own
         for ref, own in pairs
-        if isinstance(ref, TensorRef) and getattr(own, "shape", None) == ref.shape and own.dim() == 1
-        # DeepSpeed copies master weights and casts them; it takes states as they are.
-        if any(ref is one for one in masters) or own.dtype == _torch_type(ref.dtype)
+        if isinstance(ref, TensorRef) and len(ref.shape) == 1 and getattr(own, "shape", None) == ref.shape
+        if own.dtype == _torch_type(ref.dtype)
     }
 
 
