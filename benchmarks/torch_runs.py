@@ -5,8 +5,8 @@
 * A blocking save with AdamW's states: ``CheckpointManager.save`` with and without digests, and ``get_state_dict`` with
   ``dcp.save``. Both sync their files.
 * The stall of a save in the background: until ``save`` returns, and until ``dcp.async_save`` returns.
-* A load into the run: ``ckpttool.load``, and ``dcp.load`` with ``set_state_dict``; into an optimizer that has states,
-  and into one without, as after a restart.
+* A load into the run: ``ckpttool.load``, also with ``staged=False``, and ``dcp.load`` with ``set_state_dict``; into an
+  optimizer that has states, and into one without, as after a restart.
 
 Quote the ratios: the seconds are this machine's.
 """

@@ -117,8 +117,8 @@ def main() -> None:
         saving: Any = dcp.async_save(state(), checkpoint_id=out, process_group=own)
         return lambda: saving.result()
 
-    def load(source: Path, _: Path) -> None:
-        ckpttool.load(model, source, optimizer=optimizer)
+    def load(source: Path, _: Path, *, staged: bool = True) -> None:
+        ckpttool.load(model, source, optimizer=optimizer, staged=staged)
 
     def load_with_torch(source: Path, _: Path) -> None:
         found = state()
@@ -142,6 +142,7 @@ def main() -> None:
     of_torch(data / "torch")
     loads: dict[str, Way] = {
         "ckpttool.load": partial(load, data / "ours" / "step-1"),
+        "staged=False": partial(load, data / "ours" / "step-1", staged=False),
         "dcp.load": partial(load_with_torch, data / "torch"),
     }
     contest.take("load", "dcp.load", loads)

@@ -30,6 +30,9 @@ class CkptError(Exception):
 
     The arguments are positional so that the error survives pickling between ranks.
 
+    Attributes:
+        half_loaded: Whether a load with ``staged=False`` had begun to change the run.
+
     Args:
         path: File, directory or URL; or, if no file has the problem, the name of the argument, package or class:
             ``client_state``, ``ray``.
@@ -37,6 +40,8 @@ class CkptError(Exception):
         hint: The next step. It names parameters as Python does (``overwrite=True``), never flags of the command line.
         options: Parameters that ``hint`` names; the command line shows its flags in their place.
     """
+
+    half_loaded = False
 
     def __init__(self, path: str, problem: str, hint: str, options: tuple[str, ...] = ()) -> None:
         super().__init__(path, problem, hint, options)

@@ -49,6 +49,8 @@ class Load:
     """Ranks that its experts are spread over."""
     resume: dict[str, Any] | None = None
     """What to tell ``ckpttool.load``; None to let DeepSpeed load by itself."""
+    steps: int = 0
+    """Steps that the engine takes before the load, so that its optimizer has states."""
     change: str = ""
     """What is otherwise with the model or its groups; see ``_change`` and ``_optimizer``."""
 
@@ -124,12 +126,17 @@ def _load(load: Load) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         given = {"optimizer": _optimizer(load.optimizer, model, load.change)}
     engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+    for _ in range(load.steps):
+        _step(engine)
     look = load.stage > 0 and load.optimizer != "muon" and (load.change or load.resume is not None)
     before = _copied(common.live_tensors(engine)) if look else {}
     try:
         client_state, report = _load_engine(engine, load)
     except Exception as error:
-        same = not before or _same(before, common.live_tensors(engine))
+        try:
+            same = not before or _same(before, common.live_tensors(engine))
+        except AssertionError:  # half loaded: its weights are not those of its masters
+            same = False
         engine.destroy()
         return {}, {"error": f"{type(error).__name__}: {error}", "untouched": same}
     tensors = common.live_tensors(engine)

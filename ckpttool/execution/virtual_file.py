@@ -98,11 +98,15 @@ class RangeFile(io.RawIOBase):
         return count
 
     def scatter(self, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill buffers with the bytes from their offsets on; local files alone.
+        """Fill buffers with the bytes from their offsets on; of a remote file, one after another.
 
         Raises:
             StorageError: Reading failed, or a source changed meanwhile.
         """
+        if self._remote:
+            for start, into in parts:
+                self._read(start, into)
+            return
         fills = [
             partial(self.fill, start + at, into[at : at + LOCAL_PART_BYTES])
             for start, into in parts

@@ -274,6 +274,7 @@ class RayTrainCheckpoints:
         require_committed: bool = False,
         require_signed: bool = False,
         prove: bool | None = None,
+        staged: bool = True,
     ) -> dict[str, Any] | None:
         """Load a checkpoint into the run, on every worker; number of workers, ZeRO stage and mesh may have changed.
 
@@ -300,6 +301,7 @@ class RayTrainCheckpoints:
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
                 ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
+            staged: Whether to read the new state into host memory beside the run's; see ``CheckpointManager.restore``.
 
         Returns:
             The client state of the checkpoint; None without a given checkpoint, if the run has none yet.
@@ -315,6 +317,7 @@ class RayTrainCheckpoints:
             optimizer=optimizer,
             scheduler=scheduler,
             prove=prove,
+            staged=staged,
             allow=tuple(self._allow),
             committed=require_committed,
             signed=require_signed,

@@ -45,7 +45,7 @@ def _job(job: dict[str, Any]) -> dict[str, Any]:
         manager.save(model, optimizer=optimizer, step=1)
     else:
         try:
-            told["state"] = manager.restore(model, optimizer=optimizer, prove=True)
+            told["state"] = manager.restore(model, optimizer=optimizer, prove=True, staged=job["staged"])
             told["read"] = 0 if manager.restored is None else manager.restored.nbytes_read
         except CkptError as error:
             told["error"] = str(error)
@@ -59,8 +59,8 @@ def proxy(s3: Bucket) -> Iterator[Proxy]:
 
 
 def _each(s3: Bucket, proxy: Proxy, **job: Any) -> list[dict[str, Any]]:
-    whole = {"id": 0, "root": s3.url("run"), "url": proxy.url, "seed": 1, "saves": False, "mesh": "ddp", **job}
-    (told,) = each_on_ranks(_job, [whole], imports=["torch.distributed.fsdp"]).values()
+    whole = {"id": 0, "root": s3.url("run"), "url": proxy.url, "seed": 1, "saves": False, "mesh": "ddp"}
+    (told,) = each_on_ranks(_job, [{**whole, "staged": True, **job}], imports=["torch.distributed.fsdp"]).values()
     return [*told]
 
 
@@ -77,6 +77,10 @@ def test_each_byte_is_read_once_by_ranks_of_one_model(s3: Bucket, proxy: Proxy) 
         assert [one["digest"] for one in told] == [saved[0]["digest"]] * ranks
         assert _sent(proxy) <= (1.2 if mesh == "fsdp" else 1.05) * stored, (ranks, mesh)
         assert 0.9 * stored < sum(one["read"] for one in told) <= 1.05 * stored
+    proxy.clear()
+    told = _each(s3, proxy, world_size=2, seed=2, staged=False)  # each rank reads all, straight into its run
+    assert [one["digest"] for one in told] == [saved[0]["digest"]] * 2
+    assert 1.9 * stored < _sent(proxy) <= 2.1 * stored
 
 
 def test_a_byte_that_one_rank_reads_wrong_fails_on_all(s3: Bucket, proxy: Proxy) -> None:
@@ -88,3 +92,6 @@ def test_a_byte_that_one_rank_reads_wrong_fails_on_all(s3: Bucket, proxy: Proxy)
     told = _each(s3, proxy, world_size=3, seed=2)
     assert len({one["error"] for one in told}) == 1
     assert all(one["digest"] == one["before"] for one in told), "the run is unchanged"
+    told = _each(s3, proxy, world_size=2, seed=2, staged=False)
+    assert len({one["error"] for one in told}) == 1
+    assert told[0]["error"].endswith("the run is half loaded: restore another checkpoint, or start again")

@@ -403,7 +403,8 @@ def torch_run(config: dict[str, Any]) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    state = ray_train.restore(model, optimizer=optimizer, scheduler=scheduler, prove=True) or {"step": 0}
+    own = {"optimizer": optimizer, "scheduler": scheduler}
+    state = ray_train.restore(model, **own, prove=True, staged=config["part"] != "first") or {"step": 0}
     restored = ray_train.restored()
     facts: dict[str, Any] = {"began": state["step"], "proof": "" if restored is None else str(restored.proof)}
     facts |= {"lr": optimizer.param_groups[0]["lr"], "last": scheduler.last_epoch}

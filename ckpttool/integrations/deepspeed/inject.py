@@ -375,7 +375,7 @@ def _broadcast_replicas(live: LiveEngine, replicas: Replicas | None) -> None:
     """Broadcast replicated state to all ranks, each slice from the rank that read it."""
     if replicas is None or not replicas.nbytes:
         return
-    targets = _targets_by_name(live)
+    targets = targets_by_name(live)
     device = "cpu" if dist.get_backend(live.world) == "gloo" else live.engine.device
     own = torch.frombuffer(replicas.own, dtype=torch.uint8) if replicas.own else None
     tensors = iter(replicas.tensors)
@@ -425,7 +425,7 @@ class _Target:
         self.tensor.copy_(whole.view(self.tensor.shape))
 
 
-def _targets_by_name(live: LiveEngine) -> dict[str, list[_Target]]:
+def targets_by_name(live: LiveEngine) -> dict[str, list[_Target]]:
     """Return the tensors of each replicated value: the parameter or buffer, and its fp32 master weights if any."""
     targets = {name: [_Target(b.data)] for name, b in live.buffers().items()}
     for name, p in live.parameters().items():

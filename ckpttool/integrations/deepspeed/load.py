@@ -6,7 +6,7 @@ import contextlib
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import (
@@ -19,11 +19,13 @@ from ckpttool.integrations.deepspeed.engine import (
     warn_of,
     whole_layers,
 )
+from ckpttool.integrations.deepspeed.load_partitions import fill_engine
 from ckpttool.integrations.deepspeed.match import match
 from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
 from ckpttool.integrations.deepspeed.read_state import read_state
 from ckpttool.integrations.live.rank_states import read_rank_states
 from ckpttool.integrations.live.report import LoadReport
+from ckpttool.integrations.live.run import changing_run
 from ckpttool.integrations.proof import Proof, prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
@@ -56,11 +58,15 @@ def restore_engines(pairs: Sequence[tuple[Any, Checkpoint]], options: LoadOption
     Raises:
         ProofError: As for ``ckpttool.load``.
         CkptError: A checkpoint does not fit its engine or cannot be read; on every rank, before any engine changed.
+            With ``staged=False`` the error says if an engine is half loaded.
     """
     with contextlib.ExitStack() as wrapped:
         for engine, _ in pairs:
             wrapped.enter_context(whole_layers(engine))
         read = [_read(engine, checkpoint, options, ranks) for engine, checkpoint in pairs]
+        for one in read if not (options.staged or options.dry_run) else ():
+            with changing_run(one.prepared.checkpoint.location, options):
+                _fill(one, options, ranks)
         return [_load(one, options, ranks) for one in read]
 
 
@@ -93,9 +99,22 @@ def _read(engine: Any, checkpoint: Checkpoint, options: LoadOptions, ranks: Rank
     ranks.exchange(checkpoint.location, lambda: _method(made.result().prepared), decide)
     read = made.result()
     prepared = read.prepared
-    if isinstance(prepared, PlannedState) and prepared.checks is not None:
+    if options.staged and isinstance(prepared, PlannedState) and prepared.checks is not None:
         check_on_all_ranks(prepared.checks, checkpoint, ranks)
     return read._replace(seconds=time.perf_counter() - began)
+
+
+def _fill(read: _Read, options: LoadOptions, ranks: Ranks) -> None:
+    """Read the state of an engine straight into it, on every rank.
+
+    Raises:
+        CkptError: Reading failed on a rank; on every rank.
+    """
+    prepared = cast("PlannedState", read.prepared)
+    filled = attempt(partial(fill_engine, read.live, prepared, options))
+    ranks.exchange(prepared.checkpoint.location, filled.check, lambda _: None)
+    if prepared.checks is not None:
+        check_on_all_ranks(prepared.checks, prepared.checkpoint, ranks)
 
 
 def _method(prepared: NativeState | PlannedState) -> str:

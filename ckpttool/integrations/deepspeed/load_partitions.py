@@ -6,26 +6,30 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.containers.values import TensorRef, walk
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.copies import failed_checks
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.integrations.deepspeed.engine import expert_sizes, keeps_loss_scale, version
-from ckpttool.integrations.deepspeed.prepared import PackedTensor, PlannedState, Replicas
-from ckpttool.integrations.torch.objects import read_objects
+from ckpttool.integrations.deepspeed.prepared import PackedTensor, PlannedState, Replicas, Unread
+from ckpttool.integrations.torch.collectives import unexpected_is_damage
+from ckpttool.integrations.torch.objects import read_objects, read_structure
 from ckpttool.model import MASTER, MODULE
 from ckpttool.plan.builder import ALIGNMENT, Placement, pack, sample_checks, source_files
 from ckpttool.targets.zero.layout import Shape, piece, zero_losses
 from ckpttool.targets.zero.writer import plan_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.containers.torch_file import TorchFile
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.model import Checkpoint, State
-    from ckpttool.plan import CopyPlan
+    from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.targets.zero.match import Fitted
 
 
@@ -91,9 +95,9 @@ def read_partitions(
     plans.append(replica_plan)
     total = replica_plan.files[0].nbytes
     ranks = live.topology.data_parallel
-    slice_bytes = max(LEAST_SLICE_BYTES, -(-total // (ranks * ALIGNMENT)) * ALIGNMENT)
-    first = min(total, live.rank * slice_bytes)
-    own = bytearray(0 if options.dry_run else min(total, first + slice_bytes) - first)
+    slice_bytes = max(LEAST_SLICE_BYTES, -(-total // (ranks * ALIGNMENT)) * ALIGNMENT) if options.staged else total
+    first = min(total, live.rank * slice_bytes) if options.staged else 0
+    own = bytearray(min(total, first + slice_bytes) - first if options.staged and not options.dry_run else 0)
     replicas = Replicas(tensors=tensors, nbytes=total, slice_bytes=slice_bytes, own=own)
     nbytes = plans[0].nbytes_read if has_states else 0
     nbytes += sum(max(0, min(p.start + p.nbytes, first + slice_bytes) - max(p.start, first)) for p in tensors)
@@ -102,13 +106,13 @@ def read_partitions(
         fitted=fitted,
         notes=tuple(notes),
         nbytes_read=nbytes,
-        replicas=replicas,
+        replicas=replicas if options.staged else None,
     )
     if options.dry_run:
         return prepared
     checks = checks_for(source_files(checkpoint), checkpoint, options.check)
     prepared = replace(prepared, checks=checks)
-    read = []
+    read, unread = [], [] if options.staged else [_unread_replicas(live, replica_plan, tensors)]
     with Sources(source_files(checkpoint), checks) as sources:
         if live.rank == 0:
             for problem in failed_checks(sample_checks(checkpoint), advance=lambda _: None, sources=sources):
@@ -120,9 +124,92 @@ def read_partitions(
                 file.readinto(own)
         for target in plans[0].files if has_states else ():
             with VirtualFile(plans[0], target, sources, memory=options.memory_bytes) as file:
-                read.append(read_objects(file, options.allow))
+                structure = read_structure(file)
+                tensors_of_engine = {} if options.staged else _tensors_of_engine(live, structure.root)
+                read.append(read_objects(file, options.allow, read=structure, own=tensors_of_engine))
+            if not options.staged:
+                unread.append(_unread(plans[0], target, structure, tensors_of_engine))
         sources.check_unchanged()
+    prepared = replace(prepared, unread=unread)
     return _with_partitions(live, prepared, *read) if read else prepared
+
+
+def _unread(plan: CopyPlan, file: TargetFile, structure: TorchFile, tensors: Mapping[str, Any]) -> Unread:
+    """Return the tensors of the engine that a planned file fills, with their places in it."""
+    from ckpttool.integrations.torch.fill import Part  # imports torch
+
+    refs = {ref.storage.key: ref for ref in walk(structure.root) if isinstance(ref, TensorRef)}
+    parts = [Part(structure.storages[key].start, _torch_type(refs[key].dtype), own) for key, own in tensors.items()]
+    return Unread(plan, file, parts)
+
+
+def _unread_replicas(live: LiveEngine, plan: CopyPlan, packed: Sequence[PackedTensor]) -> Unread:
+    """Return the tensors of the engine that the replicas fill."""
+    from ckpttool.integrations.deepspeed.inject import targets_by_name  # imports torch
+    from ckpttool.integrations.torch.fill import Part
+
+    targets = targets_by_name(live) if packed else {}
+    parts = [Part(one.start, _torch_type(one.dtype), target.tensor) for one in packed for target in targets[one.name]]
+    return Unread(plan, plan.files[0], parts)
+
+
+def _tensors_of_engine(live: LiveEngine, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's tensors that a planned file fills, by the keys of their storages.
+
+    A state that the engine does not have yet is not among them: it is read into new memory, which becomes the engine's.
+    """
+    states = root.get("optimizer_state_dict")
+    if states is None:
+        parameters, fragments = live.parameters(), root["frozen_param_fragments"] or {}
+        return _in_place((ref, parameters[name].ds_tensor.detach()) for name, ref in fragments.items())
+    base = states.get("base_optimizer_state") or states["optimizer_state_dict"]
+    found: dict[str, Any] = {}
+    for number, (ref, master) in enumerate(zip(_masters(states), live.masters, strict=False)):
+        own = live.optimizer.optimizer.state.get(master, {})
+        found |= _in_place((value, own.get(key)) for key, value in base["state"].get(number, {}).items())
+        if ref.numel <= master.numel():  # else ``_check_partitions`` refuses it
+            found[ref.storage.key] = master.detach()[: ref.numel]  # of any type: DeepSpeed casts it, too
+    return found
+
+
+def _in_place(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the engine's tensors of some pairs of a planned value and the engine's that have the same shape and type.
+
+    Only flat tensors count: a step is a number, which DeepSpeed sets.
+    """
+    return {
+        ref.storage.key: own
+        for ref, own in pairs
+        if isinstance(ref, TensorRef) and len(ref.shape) == 1 and getattr(own, "shape", None) == ref.shape
+        if own.dtype == _torch_type(ref.dtype)
+    }
+
+
+def _torch_type(name: str) -> Any:
+    import torch
+
+    return getattr(torch, DTYPES[name].torch)
+
+
+def fill_engine(live: LiveEngine, prepared: PlannedState, options: LoadOptions) -> None:
+    """Read the ranges of this rank straight into the engine.
+
+    Raises:
+        CkptError: Reading failed; the engine has a part of the state.
+    """
+    from ckpttool.integrations.torch.fill import fill  # imports torch
+
+    with unexpected_is_damage(prepared.checkpoint.location):
+        with Sources(source_files(prepared.checkpoint), prepared.checks) as sources:
+            for plan, target, parts in prepared.unread:
+                with VirtualFile(plan, target, sources, memory=options.memory_bytes) as file:
+                    fill(file, parts, options.memory_bytes)
+            sources.check_unchanged()
+        if states := prepared.optimizer.get("optimizer_state_dict"):
+            masters = states[_key_of_masters(states)]
+            for number, own in enumerate(live.masters):  # whole, so that DeepSpeed makes no padded copies
+                own.detach()[masters[number].numel() :].zero_()
+                masters[number] = own.detach()
 
 
 def _with_partitions(
@@ -158,9 +245,11 @@ def _replicated(live: LiveEngine, fitted: Fitted) -> dict[str, State]:
 
 
 def _masters(states: Mapping[str, Any]) -> list[Any]:
-    return list(
-        states["fp32_flat_groups"] if "fp32_flat_groups" in states else states["single_partition_of_fp32_groups"]
-    )
+    return list(states[_key_of_masters(states)])
+
+
+def _key_of_masters(states: Mapping[str, Any]) -> str:
+    return "fp32_flat_groups" if "fp32_flat_groups" in states else "single_partition_of_fp32_groups"
 
 
 def _check_partitions(live: LiveEngine, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpttool.errors import PlanError
 from ckpttool.formats.strided import is_expanded
 from ckpttool.formats.zero.experts import NATIVE
-from ckpttool.integrations.deepspeed.engine import expert_sizes, has_optimizer
+from ckpttool.integrations.deepspeed.engine import OFFLOAD, expert_sizes, has_optimizer
 from ckpttool.integrations.deepspeed.load_native import EXPERT_LAYERS
 from ckpttool.integrations.deepspeed.load_partitions import shape_of
 from ckpttool.integrations.live.run import thin_error
@@ -83,6 +83,9 @@ def match(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> Mat
 
         check_states(live, checkpoint)
     reasons = () if fitted is None else tuple(_differences(live, source, fitted, options))
+    if not options.staged:
+        _check_in_place(live, checkpoint, fitted, options)
+        reasons = reasons or ("is read straight into the engine",)
     if fitted is not None and reasons:
         fitted = _partitionable(live, source, fitted, options, reasons[0])
     return Match(checkpoint=checkpoint, fitted=fitted, reasons=reasons)
@@ -132,6 +135,27 @@ def _differences(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted, optio
             yield "was partitioned in another order"
     elif not live.engine.has_moe_layers and _has_other_sub_groups(live, fitted, settings.get("sub_group_size")):
         yield "has other sub-groups"
+
+
+def _check_in_place(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted | None, options: LoadOptions) -> None:
+    """Check that the state can be read straight into the engine.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    trained = {name for group in live.model.groups for name in group} if live.model is not None else set()
+    why = ""
+    if fitted is None:
+        why = f"{_parallel(live)} pass whole files to DeepSpeed"
+    elif live.wrapper == OFFLOAD:
+        why = "it has ZeRO-3 without an optimizer"
+    elif not live.stage and not options.without_optimizer:
+        why = "it has an optimizer without ZeRO, whose states DeepSpeed copies"
+    elif kept := [name for name in fitted.missing if name in trained]:
+        why = f"it keeps its values of {listed(kept)}, which the checkpoint lacks"
+    if why:
+        problem = f"cannot be read straight into the engine: {why}"
+        raise PlanError(checkpoint.location, problem, "leave out staged=False")
 
 
 def _has_other_names(live: LiveEngine, checkpoint: Checkpoint, fitted: Fitted) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ckpttool.execution.checks import ReadChecks
+    from ckpttool.integrations.torch.fill import Part
     from ckpttool.model import Checkpoint
+    from ckpttool.plan import CopyPlan, TargetFile
     from ckpttool.targets.zero.match import Fitted
 
 
@@ -39,6 +41,14 @@ class Replicas:
     """Bytes of each rank's slice; a multiple of ALIGNMENT. The last ones may be shorter, or empty."""
     own: bytearray
     """This rank's slice."""
+
+
+class Unread(NamedTuple):
+    """Tensors of the engine that one planned file fills, after all ranks have agreed."""
+
+    plan: CopyPlan
+    file: TargetFile
+    parts: Sequence[Part]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,7 +92,10 @@ class PlannedState(Prepared):
     """This rank's optimizer states."""
     model: dict[str, Any] = field(default_factory=dict)
     """This rank's model states, without replicas and weights cast from the fp32 master weights."""
-    replicas: Replicas
+    replicas: Replicas | None
+    """None with ``staged=False``: each rank reads them into its engine."""
+    unread: Sequence[Unread] = ()
+    """With ``staged=False``, the engine's tensors in ``optimizer`` and ``model``, and the replicas."""
     checks: ReadChecks | None = None
     """Checksums of the bytes read by this rank, to compare after all ranks have read."""
 

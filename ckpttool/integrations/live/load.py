@@ -2,7 +2,7 @@
 
 Every rank reads only its own state. A load has two halves. The first half reads, and may fail; then the ranks agree
 that all reads succeeded; the second half changes the run. A damaged file therefore never leaves a run half loaded, and
-no rank waits for a failed rank.
+no rank waits for a failed rank. With ``staged=False`` the first half reads no data, and the second half may fail.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def load(  # noqa: PLR0913  public API
     scheduler: Any = True,
     extra: Mapping[str, Any] | None = None,
     dry_run: bool = False,
+    staged: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     memory: int | str | None = None,
@@ -76,10 +77,14 @@ def load(  # noqa: PLR0913  public API
         extra: Of a torch model, the other objects that were saved, by name; a GradScaler also gets the loss scale of
             DeepSpeed.
         dry_run: Report the result of a load, without reading weights or changing the run.
+        staged: Whether to read the new state into host memory beside the run's, so that a failed load leaves the run
+            unchanged. False: read it straight into the run, without a second copy. Names, shapes, types and options are
+            compared before; an error after that says that the run is half loaded.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default).
+        memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default). Also a
+            limit of the buffer of ``staged=False``, which has at most 16 MB.
         check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes: of records read
             "read" whole, "full" also of partly read ones, "off" none. With a manifest, every byte is compared with its
             checksums.
@@ -104,6 +109,7 @@ def load(  # noqa: PLR0913  public API
         optimizer=optimizer,
         scheduler=scheduler,
         dry_run=dry_run,
+        staged=staged,
         memory=memory,
         check=check,
         prove=prove,

@@ -27,7 +27,7 @@ from ckpttool.formats.sidecars import is_rank_state
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.report import SaveReport
 from ckpttool.integrations.live.request import HINTS, Save, check_known, note_known
-from ckpttool.integrations.live.run import Kept, run_of, thin_error
+from ckpttool.integrations.live.run import Kept, half_loaded, run_of, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
 from ckpttool.saving import two_phase
@@ -325,11 +325,12 @@ class CheckpointManager:
         require_committed: bool = False,
         require_signed: bool = False,
         prove: bool | None = None,
+        staged: bool = True,
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the run, on every rank; ranks, stage and mesh may have changed.
 
         Incomplete and damaged checkpoints are skipped, with a warning in the log. For checkpoints saved by this class,
-        all bytes read are compared with the checksums before the engine changes.
+        all bytes read are compared with the checksums; unless ``staged=False``, before the engine changes.
 
         Args:
             engine: The engine that ``deepspeed.initialize`` returned, or a torch model; or several by the names they
@@ -352,6 +353,8 @@ class CheckpointManager:
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
                 ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
+            staged: Whether to read the new state into host memory beside the run's; see ``ckpttool.load``. With False,
+                a damaged checkpoint leaves the run half loaded; the next older one then overwrites all of it.
 
         Returns:
             The client state of the checkpoint; None without a checkpoint. ``restored`` has the report; of several
@@ -367,6 +370,7 @@ class CheckpointManager:
             scheduler=scheduler,
             dry_run=dry_run,
             prove=prove,
+            staged=staged,
             allow=self._allow,
             committed=require_committed,
             signed=require_signed,
@@ -428,7 +432,7 @@ class CheckpointManager:
         key = self._key if options.signed else None
         open_ = partial(open_whole, key=key, committed=options.committed, module_only=options.weights_only)
         first: CkptError | None = None
-        thin = False
+        thin = half = False
         for path in found:
             try:
                 opened = [
@@ -438,12 +442,19 @@ class CheckpointManager:
                 if opened[0].thin and fall_back and not options.without_optimizer:
                     first, thin = first or thin_error(opened[0]), True
                     continue  # an older one may be whole
-                reports = run.restore(opened, options, ranks)
-            except (PlanError, LinkError, RankError, ProofError):
-                raise  # it is sound but does not fit, or the user must decide: an older one does not help
+                # After half a load, all of the run must be overwritten: it has no values of its own to keep.
+                reports = run.restore(opened, replace(options, strict=options.strict or half), ranks)
+            except ProofError:
+                raise
+            except (PlanError, LinkError, RankError) as error:
+                # It is sound but does not fit, or the user must decide: an older one does not help.
+                if not half:
+                    raise
+                raise half_loaded(error) from error
             except CkptError as error:
                 if not fall_back:
                     raise
+                half = half or error.half_loaded
                 if ranks.rank == 0:  # the other ranks have the same error
                     self.skip(path, error)
                 first = first or error
@@ -451,7 +462,8 @@ class CheckpointManager:
             self._note_restored(path, reports, options)
             return dict(reports[0].client_state)
         if first is not None:
-            raise _none_restorable(self.root, len(found), first, thin=thin)
+            failed = _none_restorable(self.root, len(found), first, thin=thin)
+            raise half_loaded(failed) if half else failed
         return None
 
     def _note_restored(self, path: str, reports: Sequence[LoadReport], options: LoadOptions) -> None:

@@ -35,6 +35,8 @@ class LoadOptions:
     scheduler: Any = True
     """Whether to restore the scheduler; the scheduler of a torch run counts as True."""
     dry_run: bool = False
+    staged: bool = True
+    """Whether the new state is read beside the run's; else straight into it."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
@@ -60,7 +62,8 @@ class LoadOptions:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
-        names = ("strict", "weights_only", "optimizer", "scheduler", "dry_run", "check", "prove", "committed", "signed")
+        names = ["strict", "weights_only", "optimizer", "scheduler", "dry_run", "staged", "check", "prove"]
+        names += ["committed", "signed"]
         return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
 
     @property

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ckpttool.errors import PlanError
+from ckpttool.errors import CkptError, PlanError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ckpttool.integrations.live.files import CapturedFiles
     from ckpttool.integrations.live.host_memory import HostMemory
@@ -191,6 +192,31 @@ def thin_error(checkpoint: Checkpoint) -> PlanError:
     """Return the error of a load that wants more than the weights of a thin checkpoint."""
     problem = "is thin: prune has removed its optimizer states, and kept the weights"
     return PlanError(checkpoint.location, problem, "load it with weights_only=True, or choose a whole checkpoint")
+
+
+@contextlib.contextmanager
+def changing_run(location: str, options: LoadOptions) -> Iterator[None]:
+    """Context manager: with ``staged=False``, an error says that the run is half loaded.
+
+    Args:
+        location: The checkpoint.
+        options: The options of the load.
+    """
+    try:
+        yield
+    except Exception as error:
+        if options.staged or options.dry_run:
+            raise
+        if isinstance(error, CkptError):
+            raise half_loaded(error) from error
+        raise half_loaded(PlanError(location, f"{type(error).__name__}: {error}", "see its log")) from error
+
+
+def half_loaded(error: CkptError) -> CkptError:
+    """Return an error that says that the run is half loaded."""
+    made = type(error)(error.path, error.problem, "the run is half loaded: restore another checkpoint, or start again")
+    made.half_loaded = True
+    return made
 
 
 def is_engine(model: Any) -> bool:

@@ -1,7 +1,8 @@
 """Load a checkpoint of any format into a live torch run: plain, DDP, FSDP2, HSDP, tensor parallelism, or several.
 
 Each rank reads only the parts that it has. As a load into an engine, it has two halves: all ranks read, and agree that
-all reads succeeded; then each fills its tensors in place. No step of the optimizer is taken and no hook is called.
+all reads succeeded; then each fills its tensors in place. With ``staged=False`` the first half reads no tensor.
+No step of the optimizer is taken and no hook is called.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from ckpttool.formats import in_order
 from ckpttool.formats.torch_run import OF_EACH_RANK
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.report import LoadReport
-from ckpttool.integrations.live.run import thin_error
+from ckpttool.integrations.live.run import changing_run, thin_error
 from ckpttool.integrations.proof import prove_state
 from ckpttool.integrations.state_comparison import Scope
 from ckpttool.integrations.torch.collectives import broadcast_parts, check_on_all_ranks, unexpected_is_damage
+from ckpttool.integrations.torch.fill import Part, fill
 from ckpttool.integrations.torch.live import (
     drop_gradients,
     has_gradients,
@@ -105,7 +107,21 @@ class _Wanted(NamedTuple):
             return None
         made = torch.empty_like(self.parameter.detach(), dtype=_torch_type(self.dtype))
         local = _local(made)
-        return made if local.device.type == "cpu" and local.is_contiguous() else None
+        if local.device.type != "cpu" or not local.is_contiguous():
+            return None
+        populated(local.view(-1).view(torch.uint8))
+        return made
+
+    def own(self) -> torch.Tensor:
+        """Return the tensor to fill: the run's, or a new one for a state that its optimizer does not have yet."""
+        if self.live is not None:
+            return self.live
+        return torch.zeros_like(self.parameter, dtype=_torch_type(self.dtype), requires_grad=False)
+
+    def part(self, start: int, own: torch.Tensor) -> Part:
+        """Return how to fill ``own``, whose values begin at byte ``start`` of the file."""
+        row = self.piece.shape[1:] if self.piece.first is None else None
+        return Part(start, _torch_type(self.dtype), _local(own), row, self.columns)
 
     @property
     def placement(self) -> Placement:
@@ -117,14 +133,21 @@ class _Wanted(NamedTuple):
         row = math.prod(shape[1:])
         return Placement(self.state, self.dtype, 0, starts[0] * row, part.shape[0] * row if part.numel() else 0)
 
+    @property
+    def columns(self) -> tuple[slice, ...]:
+        """The columns of its rows; empty for a part whose elements are one run."""
+        if self.piece.first is not None:
+            return ()
+        starts = cast("tuple[int, ...]", self.piece.starts)
+        return tuple(slice(start, start + n) for start, n in zip(starts[1:], self.piece.tensor.shape[1:], strict=True))
+
     def values(self, found: torch.Tensor) -> torch.Tensor:
         """Return the values of the part: its rows, cut to its columns."""
         part = self.piece.tensor
         if self.piece.first is not None or not part.numel():
             return found.view(part.shape)
-        starts = cast("tuple[int, ...]", self.piece.starts)
-        rows = found.view(part.shape[0], *self.piece.shape[1:])
-        return rows[tuple(slice(start, start + n) for start, n in zip((0, *starts[1:]), part.shape, strict=True))]
+        columns = (slice(None), *self.columns)
+        return found.view(part.shape[0], *self.piece.shape[1:])[columns]
 
 
 class _Number(NamedTuple):
@@ -178,7 +201,7 @@ class _Read(NamedTuple):
     tensors: Sequence[tuple[_Wanted, torch.Tensor]]
     """Each of them and its values, in ``memory``; none after a dry run."""
     made: Sequence[tuple[_Wanted, torch.Tensor]]
-    """Each other state, and the new tensor that has its values."""
+    """Each other state, and the tensor that has its values: a new one, or with ``staged=False`` the run's."""
     nbytes: int
     """Bytes that this rank has read, or would read."""
     checks: ReadChecks | None
@@ -209,24 +232,14 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
             )
             raise PlanError(checkpoint.location, problem, "build the same scheduler on all ranks")
         needed = {one["whole"] for one in told}
-        return len(told) > 1 and len(needed) == 1 and None not in needed and checkpoint.storage.remote
+        divides = len(told) > 1 and len(needed) == 1 and None not in needed and checkpoint.storage.remote
+        return divides and options.staged
 
     divided = ranks.exchange(checkpoint.location, needs, decide)
     prepared = made.result()
-    found = attempt(partial(_read, prepared, options, ranks, divided=divided))
-    ranks.exchange(checkpoint.location, found.check, lambda _: None)
-    read = found.result()
-    if read.checks is not None:
-        check_on_all_ranks(read.checks, prepared.checkpoint, ranks)
-    if read.ends:
-        broadcast_parts(read.memory, read.ends)
-    if run.extra and not options.dry_run:  # first: the rest of the run is unchanged if one fails
-        loaded = attempt(partial(_load_extra, run, prepared))
-        ranks.exchange(checkpoint.location, loaded.result, lambda _: None)
-    if not options.dry_run:
-        with torch.no_grad():
-            _commit(run, prepared, read)
-    report = _report(run, prepared, options, ranks, read.nbytes, time.perf_counter() - began)
+    with changing_run(checkpoint.location, options):
+        nbytes = _load(run, prepared, options, ranks, divided=divided)
+    report = _report(run, prepared, options, ranks, nbytes, time.perf_counter() - began)
     wanted = options.prove
     if wanted is None:
         wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
@@ -236,6 +249,25 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
         own = partial(_live, run, optimizers, report)
         report = replace(report, proof=prove_state(own, prepared.checkpoint, ranks, scope))
     return report
+
+
+def _load(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided: bool) -> int:
+    """Read the values of all ranks, and load them; return the bytes that this rank has read."""
+    location = prepared.checkpoint.location
+    found = attempt(partial(_read, prepared, options, ranks, divided=divided))
+    ranks.exchange(location, found.check, lambda _: None)
+    read = found.result()
+    if read.checks is not None:
+        check_on_all_ranks(read.checks, prepared.checkpoint, ranks)
+    if read.ends:
+        broadcast_parts(read.memory, read.ends)
+    if run.extra and not options.dry_run:  # first: the rest of the run is unchanged if one fails
+        loaded = attempt(partial(_load_extra, run, prepared))
+        ranks.exchange(location, loaded.result, lambda _: None)
+    if not options.dry_run:
+        with torch.no_grad():
+            _commit(run, prepared, read)
+    return read.nbytes
 
 
 def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> LiveState:
@@ -649,15 +681,15 @@ def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> I
 
 
 def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided: bool) -> _Read:
-    """Read the parts of this rank into host memory; if ranks divide them, its share of the bytes.
+    """Read the parts of this rank into host memory; if ranks divide them, its share; unstaged, into the run.
 
     Raises:
         CkptError: Reading failed.
     """
     checkpoint = prepared.checkpoint
     with unexpected_is_damage(checkpoint.location):
-        direct = not (options.dry_run or divided or checkpoint.storage.remote)
-        new = [one.made() if direct else None for one in prepared.wanted]
+        direct = not (options.dry_run or divided or (options.staged and checkpoint.storage.remote))
+        new = [_place(one, options) if direct else None for one in prepared.wanted]
         wanted = [one for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is None]
         made = [(one, tensor) for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is not None]
         plan, offsets = pack(checkpoint, (one.placement for one in wanted))
@@ -680,7 +712,8 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
                     file.readinto(memoryview(memory.numpy())[first:last])
             if made:
                 with VirtualFile(own_plan, own_plan.files[0], sources, memory=options.memory_bytes) as file:
-                    file.scatter((at, _bytes_of(tensor)) for at, (_, tensor) in zip(own_offsets, made, strict=True))
+                    parts = [one.part(at, own) for at, (one, own) in zip(own_offsets, made, strict=True)]
+                    fill(file, parts, options.memory_bytes)
             sources.check_unchanged()
     found = []
     for one, at in zip(wanted, offsets, strict=True):
@@ -693,9 +726,12 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
     return _Read(memory, found, made, nbytes, checks, ends)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of the part of a new tensor that this rank has."""
-    return memoryview(populated(_local(tensor).view(-1).view(torch.uint8)).numpy())
+def _place(one: _Wanted, options: LoadOptions) -> torch.Tensor | None:
+    """Return the tensor to read a state straight into; None if its values are to be copied."""
+    if options.staged:
+        return one.made()
+    made = one.made() if one.live is None else None
+    return one.own() if made is None else made
 
 
 def _torch_type(name: str) -> torch.dtype:
@@ -712,14 +748,13 @@ def _commit(run: LiveRun, prepared: PreparedRun, read: _Read) -> None:
     states: dict[str, dict[str, Any]] = {}
     owners = {name: owner for owner, group in run.groups for name in (*run.trained(group), *run.frozen(group))}
     for wanted, values in read.tensors:
-        own = wanted.live
-        if own is None:
-            own = torch.zeros_like(wanted.parameter, dtype=_torch_type(wanted.dtype), requires_grad=False)
+        own = wanted.own()
         _local(own).copy_(values)
         if wanted.key != WEIGHTS:
             states.setdefault(wanted.name, {})[wanted.key] = own
     for wanted, own in read.made:
-        states.setdefault(wanted.name, {})[wanted.key] = own
+        if wanted.key != WEIGHTS:
+            states.setdefault(wanted.name, {})[wanted.key] = own
     for number in prepared.numbers:
         parameter = tensors[number.name]
         own = owners[number.name].state.get(parameter, {}).get(number.key)

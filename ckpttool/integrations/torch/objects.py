@@ -27,7 +27,7 @@ from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.integrations.torch.memory import empty
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -87,21 +87,39 @@ class UnknownClassError(Exception):
     """A file has an object of a refused class; the class name is the only argument."""
 
 
-def read_objects(file: RangeFile, allow: Collection[str] = ()) -> Any:
+def read_structure(file: RangeFile) -> TorchFile:
+    """Return the structure of a file of ``torch.save``, and the place of its storages.
+
+    Raises:
+        ContainerError: The file is damaged.
+        StorageError: It cannot be read.
+    """
+    return read_torch_file(_Ranges(file))
+
+
+def read_objects(
+    file: RangeFile,
+    allow: Collection[str] = (),
+    *,
+    read: TorchFile | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> Any:
     """Return the root object of a file of ``torch.save``, with tensors in host memory.
 
     Args:
         file: The file.
         allow: Classes, as "module.Class", whose objects are built from the file, which runs their code.
+        read: Its structure, if it is known.
+        own: Tensors to return for whole storages, by their keys; these storages are not read.
 
     Raises:
         PlanError: The file has an object of a class that is neither known nor allowed.
         ContainerError: The file is damaged, or an allowed class cannot be imported or built.
         StorageError: It cannot be read.
     """
-    read = read_torch_file(_Ranges(file))
+    read = read_structure(file) if read is None else read
     try:
-        return _Builder(read, file, allow).build(read.root)
+        return _Builder(read, file, allow, own).build(read.root)
     except UnknownClassError as error:
         raise unknown_class(read.path, str(error)) from None
     except (CkptError, MemoryError):
@@ -186,10 +204,18 @@ class _Builder:
         read: The file's structure; None for a trial without bytes: tensors and objects of allowed classes become None.
         file: The file; None as ``read``.
         allow: Classes trusted by the caller.
+        own: As for ``read_objects``.
     """
 
-    def __init__(self, read: TorchFile | None, file: RangeFile | None, allow: Collection[str]) -> None:
+    def __init__(
+        self,
+        read: TorchFile | None,
+        file: RangeFile | None,
+        allow: Collection[str],
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
         self._read = read
+        self._own = own or {}
         self._file = file
         self._allow = frozenset(allow)
         self._built: dict[int, Any] = {}
@@ -281,6 +307,8 @@ class _Builder:
 
         if self._read is None:
             return None
+        if ref.storage.key in self._own:
+            return self._own[ref.storage.key]
         storage = self._storage(ref.storage)
         made: Any = torch.empty(0, dtype=getattr(torch, DTYPES[ref.dtype].torch), device="cpu")
         made.set_(storage, ref.offset, ref.shape, ref.stride)
