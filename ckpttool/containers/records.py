@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ckpttool.containers.values import Opaque, Size
-
-if TYPE_CHECKING:
-    from ckpttool.containers.pickle_machine import Machine
 
 SLOT, SCALAR, TEXT, CONTAINER, SET, OBJECT, MEMO, KEY = 24, 60, 100, 220, 380, 500, 140, 160
 """Bytes of memory that an opcode may take, rounded up: the value, its place on the stack (8, and 24 in all while that
@@ -49,6 +46,20 @@ class Pattern(NamedTuple):
     """Names of the attributes."""
     memory: int
     """Memory that is charged for an object without its values."""
+
+
+class Machine(Protocol):
+    """The state of a machine that executes the opcodes of a pickle."""
+
+    data: bytes
+    """The pickle."""
+    position: int
+    """Byte of the next opcode."""
+    stack: list[Any]
+    memo: dict[int, Any]
+
+    def charge(self, memory: int) -> None:
+        """Count bytes of memory."""
 
 
 class Records:

@@ -33,6 +33,7 @@ from ckpttool.catalog.cleanup import rotate
 from ckpttool.catalog.retention import GRACE
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError
 from ckpttool.formats.layouts import ACCELERATE, Place, step_in
+from ckpttool.integrations.live.choice import is_engine, run_of
 from ckpttool.integrations.live.folders import (
     Folders,
     FoldersByStorage,
@@ -43,7 +44,6 @@ from ckpttool.integrations.live.folders import (
     was_within_epoch,
 )
 from ckpttool.integrations.live.request import DISTRIBUTED, Written
-from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
 from ckpttool.integrations.torch.live import unwrapped
 from ckpttool.model.names import plain_name

@@ -41,6 +41,7 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, Pl
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.layouts import TRAINER, Place
 from ckpttool.integrations.export import Exporter, export, move_weights
+from ckpttool.integrations.live.choice import is_engine, run_of
 from ckpttool.integrations.live.folders import (
     Folders,
     candidates_in,
@@ -53,7 +54,6 @@ from ckpttool.integrations.live.folders import (
     show_log,
 )
 from ckpttool.integrations.live.request import Written
-from ckpttool.integrations.live.run import is_engine, run_of
 from ckpttool.integrations.patches import (
     check_signatures,
     make_folder,

@@ -33,8 +33,8 @@ from ckpttool.catalog.restore_order import of_folder
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
+from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
-from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.patches import check_signatures
 from ckpttool.integrations.torch.run import TorchRun
 from ckpttool.messages import brief

@@ -40,10 +40,10 @@ from ckpttool.commit.manifest import read_manifest, size_problems
 from ckpttool.errors import ArgumentError, CkptError, StorageError
 from ckpttool.formats.layouts import METRICS_OF_RAY
 from ckpttool.formats.scan import scan
+from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.manager import CheckpointManager
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save, checked_tag, note_known
-from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.ray_run import RayRun, at_end, storage_of, url_of
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief

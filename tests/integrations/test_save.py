@@ -14,9 +14,10 @@ from torch import nn
 import ckpttool
 from ckpttool.errors import ArgumentError, LayoutError, PlanError
 from ckpttool.formats import dcp
+from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save, Written
-from ckpttool.integrations.live.run import Kept, Repeated, run_of
+from ckpttool.integrations.live.run import Kept, Repeated
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live import live_state
 from ckpttool.integrations.torch.live_run import torch_run

@@ -297,8 +297,8 @@ def _save_in_both_ways(run: str) -> list[str]:
     import torch
 
     from ckpttool import CheckpointManager
+    from ckpttool.integrations.live.choice import run_of
     from ckpttool.integrations.live.request import Save
-    from ckpttool.integrations.live.run import run_of
     from tests.deepspeed.engines import build
 
     engine, manager = build(2, "bf16", "one", "adamw"), CheckpointManager(run)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
 from ckpttool.formats import Opening, open_checkpoint, source_paths, source_storage
+from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.options import LoadOptions
-from ckpttool.integrations.live.run import run_of
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
 from ckpttool.saving.coordination import TIMEOUT
 

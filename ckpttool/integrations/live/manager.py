@@ -24,10 +24,11 @@ from ckpttool.formats import Opening, open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.formats.sidecars import is_rank_state
+from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.report import SaveReport
 from ckpttool.integrations.live.request import HINTS, Save, check_known, note_known
-from ckpttool.integrations.live.run import Kept, half_loaded, run_of, thin_error
+from ckpttool.integrations.live.run import Kept, half_loaded, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
 from ckpttool.saving import two_phase
