@@ -16,13 +16,10 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpttool import digests
 from ckpttool.analysis.digest import SCALER
-from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, micro_batches, shape_of
 from ckpttool.integrations.torch.live import (
@@ -46,13 +43,10 @@ if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.model.rank_digest import RankDigest
-    from ckpttool.saving.files import Payload
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of an engine that a load restores."""
-READ_BYTES = 1 << 24
-"""Bytes of a payload that are digested at once."""
 
 
 def unprovable(live: LiveEngine) -> str:
@@ -156,43 +150,32 @@ class SavedDigests:
         for piece in state.pieces:
             if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
                 continue
-            read = self._in_file(piece)
-            if read is None and (
+            held = self._in_file(piece)
+            if held is None and (
                 (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name)))
                 or (piece.key == MODULE and not waits)
             ):
                 continue
             pieces.append(piece)
-            self._digests.append(read or (piece.digest if waits else partial(int, piece.digest())))
+            now = held is None and not waits
+            self._digests.append(partial(int, piece.digest()) if now else (held or piece).digest)
         self._state = replace(state, pieces=pieces)
 
-    def _in_file(self, piece: Piece) -> Callable[[], int] | None:
-        """Return a function that digests the captured bytes of a part; None if they were not captured."""
+    def _in_file(self, piece: Piece) -> Piece | None:
+        """Return a part with its captured bytes; None if they were not captured."""
         tensor = piece.tensor
-        if not tensor.is_contiguous() or not (isinstance(piece.starts, int) or piece.whole):
-            return None
         index = bisect.bisect_right(self._addresses, tensor.data_ptr()) - 1
-        if index < 0:
+        if index < 0 or not tensor.numel() or not tensor.is_contiguous():
             return None
         address, payload = self._memory[index]
         start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
         if start + nbytes > payload.nbytes:
             return None
-        first = piece.starts if isinstance(piece.starts, int) else 0
-        return partial(_digest_payload, payload, start, nbytes, numpy_dtype(piece.dtype), first)
+        return replace(piece, tensor=torch.frombuffer(payload.read(start, start + nbytes), dtype=tensor.dtype))
 
     def compute(self) -> RankDigest:
         """Return the digests of this rank."""
         return self._state.digest([digest() for digest in self._digests])
-
-
-def _digest_payload(payload: Payload, start: int, nbytes: int, dtype: Any, first: int) -> int:
-    width = dtype.itemsize
-    parts = []
-    for begin in range(start, start + nbytes, READ_BYTES):
-        values = np.frombuffer(payload.read(begin, min(begin + READ_BYTES, start + nbytes)), dtype=dtype)
-        parts.append(digests.digest(values, first + (begin - start) // width))
-    return digests.add(*parts)
 
 
 class _Reader:

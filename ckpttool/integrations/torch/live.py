@@ -94,8 +94,19 @@ class Piece:
         return BOX | int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
 
     def digest(self) -> int:
-        """Return the digest of its elements."""
-        return digest_tensor(self.tensor, self.starts, self.shape)
+        """Return the digest of its elements, computed on the device that has them."""
+        tensor = self.tensor.detach()
+        at = self.starts if self.first is None else self.first
+        if not tensor.numel():
+            return 0
+        if tensor.device.type != "cpu" and tensor.numel() <= COPIED_ELEMENTS:
+            tensor = tensor.cpu()
+        if tensor.device.type != "cpu":
+            return _on_device(tensor, at, self.shape)
+        values = as_array(tensor)
+        if isinstance(at, int):
+            return digests.digest(values.reshape(-1), at)
+        return digests.digest_box(values, at, self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -131,29 +142,6 @@ class LiveState(RankFacts):
         )
 
 
-def digest_tensor(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:
-    """Return the digest of a part of a tensor, on the device that has it.
-
-    Args:
-        tensor: The part.
-        starts: As for ``Piece``.
-        shape: Shape of the whole tensor.
-    """
-    tensor = tensor.detach()
-    if not tensor.numel():
-        return 0
-    whole_box = isinstance(starts, tuple) and not all(n == m for n, m in zip(tensor.shape[1:], shape[1:], strict=True))
-    first = starts if isinstance(starts, int) else starts[0] * math.prod(shape[1:]) if starts else 0
-    if tensor.device.type != "cpu" and tensor.numel() <= COPIED_ELEMENTS:
-        tensor = tensor.cpu()
-    if tensor.device.type != "cpu":
-        return _on_device(tensor, starts if whole_box and isinstance(starts, tuple) else first, shape)
-    values = as_array(tensor)
-    if whole_box and isinstance(starts, tuple):
-        return digests.digest_box(values, starts, shape)
-    return digests.digest(values.reshape(-1), first)
-
-
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Return a tensor on the CPU as an array that shares its memory if it is contiguous."""
     dtype = BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")]
@@ -173,7 +161,7 @@ def _factors_on(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(digests.factors_in_block().view(np.int64)).to(device)
 
 
-def _on_device(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Sequence[int]) -> int:
+def _on_device(tensor: torch.Tensor, at: tuple[int, ...] | int, shape: Sequence[int]) -> int:
     """Return the digest of a part, computed by integer operations of its device, which wrap around at 2^64."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.dtype in {torch.float16, torch.bfloat16}:
@@ -186,7 +174,11 @@ def _on_device(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Seque
     total = [0] * digests.LANES
     for begin in range(0, len(words), CHUNK_WORDS):
         wide = words[begin : begin + CHUNK_WORDS].to(torch.int64) & mask
-        places = _places(begin, len(wide), per_element, tensor.shape, starts, shape, flat.device)
+        places = torch.arange(begin, begin + len(wide), dtype=torch.int64, device=flat.device)
+        if isinstance(at, int):
+            places += at * per_element
+        else:
+            places = _place(places // per_element, tensor.shape, at, shape) * per_element + places % per_element
         blocks = places >> 12
         first = int(blocks.min())
         of_blocks = digests.factors_of_blocks(first, int(blocks.max()) - first + 1).view(np.int64)
@@ -200,25 +192,13 @@ def _on_device(tensor: torch.Tensor, starts: tuple[int, ...] | int, shape: Seque
     return high << 64 | low
 
 
-def _places(
-    begin: int,
-    count: int,
-    per_element: int,
-    own: Sequence[int],
-    starts: tuple[int, ...] | int,
-    shape: Sequence[int],
-    device: torch.device,
-) -> torch.Tensor:
-    """Return the index in the whole tensor of ``count`` words of a part, from word ``begin`` of the part on."""
-    words = torch.arange(begin, begin + count, dtype=torch.int64, device=device)
-    if isinstance(starts, int):
-        return words + starts * per_element
-    element, within = words // per_element, words % per_element
+def _place(element: torch.Tensor, own: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return the indexes in the whole tensor of elements of a box."""
     place = torch.zeros_like(element)
     for dim in reversed(range(len(shape))):
         place += (element % own[dim] + starts[dim]) * math.prod(shape[dim + 1 :])
         element = element // own[dim]
-    return place * per_element + within
+    return place
 
 
 # --------------------------------------------------------------------------------------------------- torch's state
@@ -451,7 +431,7 @@ def tensor_text(value: Any) -> str | None:
         return canonical(value.item())
     if str(value.dtype).removeprefix("torch.") in BY_TORCH_NAME and not value.is_quantized:
         found = BY_TORCH_NAME[str(value.dtype).removeprefix("torch.")].name
-        return f"tensor {found} {list(value.shape)} {digest_tensor(value, 0, tuple(value.shape)):032x}"
+        return f"tensor {found} {list(value.shape)} {Piece('', '', value, tuple(value.shape), 0).digest():032x}"
     return _array_text(value.detach().cpu().resolve_conj().resolve_neg().numpy())
 
 
