@@ -105,7 +105,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     ranks = ranks_of_process_group("digest", timeout)
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        merged = merge(_ranks_of(messages))
+        merged = merge(RankDigest.of_ranks(messages))
         if merged.contradictions:
             raise _error("live_digest", merged.contradictions)
         left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
@@ -209,7 +209,7 @@ def prove_state(
             )
             raise PlanError(path, problem, "build the optimizer alike on all ranks, or leave it out")
         saved = _expected(named, [message["saved"] for message in messages])
-        found = compare(saved, _ranks_of([message["live"] for message in messages]), named, scope)
+        found = compare(saved, RankDigest.of_ranks([message["live"] for message in messages]), named, scope)
         if not found.mismatches and not found.tensors:
             raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
         return {
@@ -274,11 +274,6 @@ def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, r
 
     found = ranks.exchange(checkpoint.location, own, decide)
     return [Mismatch(*one) for one in found]
-
-
-def _ranks_of(messages: Sequence[Mapping[str, str]]) -> list[RankDigest]:
-    parsed: dict[str, Any] = {}
-    return [RankDigest.from_json(message, parsed) for message in messages]
 
 
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:

@@ -90,7 +90,7 @@ class Rank:
             trains=True,
             partitioned=self.partitioned,
         )
-        return RankDigest.from_json(state.digest().to_json(), {})
+        return RankDigest.of_ranks([state.digest().to_json()])[0]
 
 
 def _places(layout: str, rank: int, name: str) -> Iterator[tuple[tuple[slice, ...] | slice, Any]]:

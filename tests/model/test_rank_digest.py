@@ -7,17 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.model.rank_digest import BOX, NO_SUM, Part, RankDigest, merge
+from ckpttool.model.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, merge
 from ckpttool.model.state_digest import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
 
 
-def _rank(*pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, **given: Any) -> RankDigest:
+def _rank(
+    *pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, checksum: int = NO_SUM, **given: Any
+) -> RankDigest:
     """Return a rank with parts of one tensor of four elements: place, elements and low lane of each."""
     parts = [Part("weights", "a", dtype, (4,), is_buffer)] * len(pieces)
-    rows = np.array([[place, numel, low, 1] for place, numel, low in pieces], dtype=np.uint64).reshape(-1, 4)
-    return RankDigest(parts=parts, rows=rows, **given)
+    rows = [[place, numel, low, 1, checksum] for place, numel, low in pieces]
+    return RankDigest(parts=parts, rows=np.array(rows, dtype=np.uint64).reshape(-1, 5), **given)
 
 
 def test_parts_add_up_and_replicas_count_once() -> None:
@@ -44,20 +46,21 @@ def test_contradictions_of_ranks_are_named(ranks: list[RankDigest], told: str) -
 
 
 def _with_sum(digest: int, checksum: int) -> RankDigest:
-    return _rank((0, 4, digest), sums=np.array([checksum], np.int64))
+    return _rank((0, 4, digest), checksum=checksum)
 
 
 def test_a_part_that_another_rank_digests_is_compared_by_its_checksum() -> None:
-    found = merge([_with_sum(0, 7), _with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(5, NO_SUM)])
+    found = merge([_with_sum(0, COPY | 7), _with_sum(5, 7), _with_sum(0, COPY | 7), _with_sum(5, NO_SUM)])
     assert found.mismatches == []
     assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5, "the digest is not the first rank's"
     for ranks, told in (
-        ([_with_sum(0, 8), _with_sum(5, -1 - 7)], "0 and 1"),
-        ([_with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(0, 8)], "0 and 2"),
-        ([_with_sum(5, -1 - 7), _with_sum(6, NO_SUM)], "0 and 1"),
-        ([_with_sum(5, -1), _with_sum(0, NO_SUM - 1)], "0 and 1"),
+        ([_with_sum(0, COPY | 8), _with_sum(5, 7)], "0 and 1"),
+        ([_with_sum(5, 7), _with_sum(0, COPY | 7), _with_sum(0, COPY | 8)], "0 and 2"),
+        ([_with_sum(5, 7), _with_sum(6, NO_SUM)], "0 and 1"),
+        ([_with_sum(5, 0), _with_sum(0, COPY | NO_SUM - 1)], "0 and 1"),
+        ([_with_sum(5, NO_SUM), _with_sum(0, COPY)], "0 and 1"),
     ):
-        sent = [RankDigest.from_json(one.to_json(), {}) for one in ranks]
+        sent = RankDigest.of_ranks([one.to_json() for one in ranks])
         problem = f"weights of a differs between ranks {told}, which have the same part"
         assert list(map(str, merge(sent).mismatches)) == [problem]
 
@@ -109,11 +112,9 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
         partitioned=True, frozen=["c"], ungrouped=["e"], types={"step": {"a": "F32"}}, trains=True, others=["d"],
         pending="gradients",
     )  # fmt: skip
-    parsed: dict[str, Any] = {}
-    for _ in range(2):
-        again = RankDigest.from_json(rank.to_json(), parsed)
+    both = RankDigest.of_ranks([rank.to_json(), rank.to_json()])
+    for again in both:
         assert np.array_equal(again.rows, rank.rows)
         fields = [name for name in RankDigest.__dataclass_fields__ if name != "rows"]
         assert {name: getattr(again, name) for name in fields} == {name: getattr(rank, name) for name in fields}
-    other = RankDigest.from_json(rank.to_json(), parsed)
-    assert other.groups is again.groups, "ranks that sent the same text share the objects"
+    assert both[0].groups is both[1].groups, "ranks that sent the same text share the objects"

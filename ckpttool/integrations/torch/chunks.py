@@ -55,7 +55,7 @@ from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 from ckpttool.messages import brief
 from ckpttool.model import Topology
-from ckpttool.model.rank_digest import NO_SUM
+from ckpttool.model.rank_digest import COPY, NO_SUM
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, JoinedFile, PlainFile
@@ -786,8 +786,7 @@ class _Digests:
 
     def compute(self) -> RankDigest:
         """Return the digests of this rank."""
-        sums = np.array([checked() for checked in self._sums], np.int64)
-        return self._state.digest([digest() for digest in self._digests], sums)
+        return self._state.digest([digest() for digest in self._digests], [checked() for checked in self._sums])
 
 
 def _copies(
@@ -807,10 +806,10 @@ def _copies(
 
 
 def _sum(tensor: Any, is_copy: bool) -> int:
-    """Return the entry of a part in ``RankDigest.sums``."""
+    """Return the entry of a part in ``RankDigest.rows``."""
     stored = _bytes_of(tensor)
     crc = crc32(stored.read(0, stored.nbytes))
-    return crc if is_copy else -1 - crc
+    return crc | COPY if is_copy else crc
 
 
 def _copied(piece: Piece, payload: Payload) -> Piece:

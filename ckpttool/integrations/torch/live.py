@@ -26,7 +26,7 @@ from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
 from ckpttool.model.names import WRAPPERS, plain_name
-from ckpttool.model.rank_digest import BOX, Part, RankDigest, RankFacts
+from ckpttool.model.rank_digest import BOX, NO_SUM, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
@@ -40,8 +40,6 @@ from ckpttool.model.state_digest import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 CHUNK_WORDS = 1 << 22
 """Words that are digested at once on a device."""
@@ -122,22 +120,22 @@ class LiveState(RankFacts):
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def digest(self, found: Sequence[int] | None = None, sums: NDArray[np.int64] | None = None) -> RankDigest:
+    def digest(self, found: Sequence[int] | None = None, sums: Sequence[int] | None = None) -> RankDigest:
         """Digest the state of this rank.
 
         Args:
             found: Digests of the pieces, if they are known.
-            sums: ``RankDigest.sums``.
+            sums: The last column of ``RankDigest.rows``; default: no checksums.
         """
         values = self._digests() if found is None else found
+        checked = [NO_SUM] * len(values) if sums is None else sums
         rows = [
-            [p.place, p.tensor.numel(), value & digests.MASK, value >> 64]
-            for p, value in zip(self.pieces, values, strict=True)
+            [p.place, p.tensor.numel(), value & digests.MASK, value >> 64, checksum]
+            for p, value, checksum in zip(self.pieces, values, checked, strict=True)
         ]
         return RankDigest(
             parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
-            rows=np.array(rows, dtype=np.uint64).reshape(-1, 4),
-            sums=sums,
+            rows=np.array(rows, dtype=np.uint64).reshape(-1, 5),
             **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )
 
