@@ -25,7 +25,6 @@ from ckpttool.model.selection import WEIGHTS, Content, contents
 from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
-    OTHER_TYPE,
     PYTHON,
     STATE,
     Fact,
@@ -35,6 +34,7 @@ from ckpttool.model.state_digest import (
     TensorDigest,
     canonical,
     difference,
+    equal_values,
     leaves,
     paired,
 )
@@ -296,9 +296,9 @@ def _check_same(
     """
     a, b = ({Item(STATE, *names): fact for names, fact in own.items()} for own in (source, written))
     found = [
-        Mismatch(item.key, item.name, problem)
+        Mismatch(item.key, item.name, difference(own, other))
         for item, own, other in paired(a, b, {})
-        if (problem := difference(own, other)) and not problem.startswith(OTHER_TYPE)
+        if not equal_values(own, other)
     ]
     if found:
         more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""

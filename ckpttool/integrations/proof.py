@@ -20,10 +20,9 @@ from ckpttool.integrations.state_comparison import Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
-from ckpttool.model.rank_digest import APART, EXPERT, RankDigest, merge
+from ckpttool.model.rank_digest import EXPERT, RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import (
-    OTHER_VALUES,
     WEIGHTS,
     Mismatch,
     StateDigest,
@@ -267,10 +266,10 @@ def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, r
         found = tensor_digests(checkpoint, tensors, jobs=None, dtypes=dtypes)
         return {name: str(one) for (_, name), one in found.items()}
 
-    def decide(messages: list[Any]) -> list[list[str]]:
+    def decide(messages: list[Any]) -> list[list[Any]]:
         saved = {name: TensorDigest.parse(text) for own in messages for name, text in own.items()}
         problems = {name: difference(one, live[name]) for name, one in saved.items()}
-        return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
+        return [[WEIGHTS, name, problem, True] for name, problem in problems.items() if problem][:SHOWN]
 
     found = ranks.exchange(checkpoint.location, own, decide)
     return [Mismatch(*one) for one in found]
@@ -300,7 +299,7 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
 
 def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks: Ranks) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
-    if not problem.problem.startswith((OTHER_VALUES, APART)):
+    if not problem.of_values:
         return problem
 
     def own() -> list[int] | None:

@@ -22,7 +22,6 @@ from ckpttool.model.state_digest import (
     MICRO_BATCHES,
     NOT_COMPARED,
     OPTION,
-    OTHER_TYPE,
     PYTHON,
     SCALE,
     STATE,
@@ -39,10 +38,12 @@ from ckpttool.model.state_digest import (
     TensorDigest,
     canonical,
     difference,
+    equal_values,
     items_of_state,
     leaves,
+    once,
+    other_values,
     paired,
-    renamed,
     tied_names,
 )
 
@@ -173,50 +174,39 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     Raises:
         PlanError: All weights have other names.
     """
-    live = merge(ranks)
-    aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
-    names = {*aliases, *(name for own in live.state.tensors.values() for name in own)}
-    # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
-    saved = renamed(saved, renames({name for own in saved.tensors.values() for name in own}, names))
-    _check_names(saved, names, checkpoint)
-    found: list[LeftOut] = []
-    if checkpoint.digests is None:
-        values, found = _of_files(_values_of(live), checkpoint)
-        saved = replace(saved, values={**saved.values, **values})
-    saved = replace(saved, aliases=checkpoint.aliases)
-    scheduler = next((one.why for one in found if one.reason is Reason.SCHEDULER), "")
-    sides = _Sides(saved, live, ranks, checkpoint, scope, aliases, scheduler)
-    found += sides.left_out()
-    mismatches: dict[tuple[str, str, str], Mismatch] = {}
-    gathered = [one for one in live.mismatches if one.problem == UNLIKE]
-    apart = [one for one in live.mismatches if one.problem != UNLIKE]
+    merged = merge(ranks)
+    sides = _Sides(saved, merged, ranks, checkpoint, scope)
+    verdicts = [(part, sides.verdict(part)) for part in sides.parts()]
+    left_out = [(part, verdict) for part, verdict in verdicts if isinstance(verdict, LeftOut)]
+    gathered = [one for one in merged.mismatches if one.problem == UNLIKE]
+    apart = [one for one in merged.mismatches if one.problem != UNLIKE]
     told_by_ranks = {(one.key, one.name) for one in apart}
-    rounded: dict[str, TensorDigest] = {}
-    compared: dict[Item, Fact | None] = {}
-    for part in sides.parts():
-        verdict = sides.verdict(part)
-        if isinstance(verdict, LeftOut):
-            found.append(verdict)
-            if verdict.reason is Reason.ROUNDED and isinstance(part.live, TensorDigest):
-                rounded[part.item.name] = part.live
-        elif verdict is not None and (verdict.key, verdict.name) not in told_by_ranks:
-            once = "" if part.item.kind == OPTION else verdict.name
-            mismatches.setdefault((verdict.key, once, verdict.problem), verdict)
-        if verdict is None or isinstance(verdict, Mismatch) or verdict.reason in {Reason.CAST, Reason.ROUNDED}:
-            compared[part.item] = part.saved
-    told = {(one.key, one.name) for one in mismatches.values()}
-    states = dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})
+    mismatches = once(
+        (part.item, verdict, other_values(part.saved, part.live))
+        for part, verdict in verdicts
+        if isinstance(verdict, str) and verdict and (part.item.key, part.item.owner) not in told_by_ranks
+    )
+    told = {(one.key, one.name) for one in mismatches}
+    compared = {
+        part.item: part.saved
+        for part, verdict in verdicts
+        if isinstance(verdict, str) or verdict.reason in {Reason.CAST, Reason.ROUNDED}
+    }
     return Comparison(
         mismatches=[
             *apart,
             *sides.misshapen,
-            *mismatches.values(),
+            *mismatches,
             *(one for one in gathered if (one.key, one.name) not in told),
         ],
-        notes=_notes(found),
-        rounded=rounded,
+        notes=_notes([*sides.left_out(), *(verdict for _, verdict in left_out)]),
+        rounded={
+            part.item.name: part.live
+            for part, verdict in left_out
+            if verdict.reason is Reason.ROUNDED and isinstance(part.live, TensorDigest)
+        },
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
-        states=list(states),
+        states=list(dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})),
     )
 
 
@@ -244,87 +234,69 @@ def _tensors(count: int) -> str:
     return f"{count:,} tensor{'s' * (count != 1)}"
 
 
-def _check_names(saved: StateDigest, live: set[str], checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint has any weight of the live model.
-
-    Raises:
-        PlanError: All have other names.
-    """
-    names = [*saved.tensors.get(WEIGHTS, {}), *checkpoint.aliases]
-    if names and not live.intersection(names):
-        problem = f"has weights of other names, such as {printable(names[0])}"
-        raise PlanError(checkpoint.location, problem, "pass its model; a state dict must have the key model, or none")
-
-
 class _Sides:
     """A saved state and the live one, and the rules by which their items are compared.
 
-    Args:
-        saved: The saved state.
-        live: The live state.
-        ranks: Its ranks.
-        checkpoint: The checkpoint.
-        scope: The restored part.
-        aliases: Other names of tied parameters in the live state.
-        scheduler: Why the scheduler's state was not found; "" if it was, or if there is none.
+    A rule returns why a part is left out, or how it differs as text: "" if it is equal.
     """
 
     def __init__(
         self,
         saved: StateDigest,
-        live: Merged,
+        merged: Merged,
         ranks: Sequence[RankDigest],
         checkpoint: Checkpoint,
         scope: Scope,
-        aliases: Mapping[str, str],
-        scheduler: str,
     ) -> None:
-        self.scope, self.checkpoint, self.scheduler = scope, checkpoint, scheduler
-        self.state, self.record = live.state, saved
-        self.holders, self.ranks, self.spread, self.aliases = live.holders, len(ranks), live.spread, aliases
+        self.scope, self.checkpoint, self.merged, self.ranks = scope, checkpoint, merged, ranks
         self.recorded = checkpoint.digests is not None
+        self.aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
+        names = {*self.aliases, *(name for own in merged.state.tensors.values() for name in own)}
+        # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
+        new = renames({name for own in saved.tensors.values() for name in own}, names)
+        self.first = items_of_state(merged.state)
+        self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
+        self.live = {**{item: {fact: ()} for item, fact in self.first.items()}, **merged.apart}
+        self.values = {item.key: None for item in self.live if item.kind == VALUE}
+        of_files, self.of_files = ({}, []) if self.recorded else _of_files(self.values, checkpoint)
+        self.record = replace(saved, values={**saved.values, **of_files}, aliases=checkpoint.aliases)
+        self.saved = {
+            item if item.kind == TIE else item._replace(name=new.get(item.name, item.name)): fact
+            for item, fact in items_of_state(self.record).items()
+        }
+        weights = [*(item.name for item in self.saved if item[:2] == (STATE, WEIGHTS)), *checkpoint.aliases]
+        if weights and not names.intersection(weights):
+            problem, hint = f"has weights of other names, such as {printable(weights[0])}", "pass its model"
+            raise PlanError(checkpoint.location, problem, f"{hint}; a state dict must have the key model, or none")
+        self.scheduler = next((one.why for one in self.of_files if one.reason is Reason.SCHEDULER), "")
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
-        self.ungrouped = sorted({name for own in ranks for name in own.ungrouped})
         self.others = sorted({name for own in ranks for name in own.others})
-        self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.weights_only = scope.weights_only or scope.without_optimizer or not self.trains
-        self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
-        self.live = {**{item: {fact: ()} for item, fact in items_of_state(live.state).items()}, **live.apart}
-        self.saved = items_of_state(saved)
         self.unnamed = self._masters_without_name()
         self._name_nested_states()
         # What was the same on all ranks at the save must be so now.
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
-        self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
+        self.unproven = {k: why for k, why in merged.unproven.items() if k not in common or self.weights_only}
         self.misshapen = [
             Mismatch(key, "", f"is not partitioned like the weights{on_ranks(ranks)}, and was at the save")
-            for key, ranks in live.other_forms.items()
+            for key, ranks in merged.other_forms.items()
             if key in saved.tensors and key != MOMENTUM and key in self.unproven and not self.weights_only
         ]
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
-        self.values = _values_of(live)
-        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, saved.values))
-
-        def named(
-            items: Iterable[Item], tied: Mapping[str, Sequence[str]], *kinds: str, of_optimizer: bool
-        ) -> set[str]:
-            odd = {i for i in items if i.kind in kinds and (i.kind == STATE and i.key in _COPIES) == of_optimizer}
-            found = {i.name for i in items if i.kind in kinds and i not in odd}
-            return found.union(*(tied.get(name, ()) for name in found))
-
-        then, now = tied_names(saved.aliases), tied_names(aliases)
-        self.pairs = paired(self.saved, self.live, tied_names(saved.aliases, aliases))
-        self.with_states = named(self.saved, {}, STATE, of_optimizer=True)
-        self.trained = named(self.saved, then, STATE, MEMBER, of_optimizer=True)
-        self.weights = named(self.saved, then, STATE, of_optimizer=False)
-        self.trained_now = named(self.live, now, MEMBER, of_optimizer=True)
-        self.weights_now = named(self.live, now, STATE, of_optimizer=False)
-        self.may_differ = {*(live.state.differing or ())}
-        self.may_differ &= self.may_differ if saved.differing is None else saved.differing
-        now_alike = (saved.differing or frozenset()) - self.may_differ
-        values = frozenset() if self.scope.weights_only else self.values.keys()
-        self.first_ranks = sorted(now_alike & {*self.weights_now, *values})
+        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, self.record.values))
+        then, now = tied_names(checkpoint.aliases), tied_names(self.aliases)
+        self.members = {item.name for item in self.saved if item.kind == MEMBER}
+        self.with_states = {item.name for item in self.saved if item.kind == STATE and not _is_weight(item)}
+        self.trained = _with_tied(self.with_states | self.members, then)
+        self.weights = _with_tied({item.name for item in self.saved if _is_weight(item)}, then)
+        self.trained_now = _with_tied({item.name for item in self.live if item.kind == MEMBER}, now)
+        self.weights_now = _with_tied({item.name for item in self.live if _is_weight(item)}, now)
+        differed = frozenset(new.get(name, name) for name in saved.differing or ())
+        self.may_differ = {*(merged.state.differing or ())}
+        self.may_differ &= self.may_differ if saved.differing is None else differed
+        values = frozenset() if scope.weights_only else self.values.keys()
+        self.first_ranks = sorted((differed - self.may_differ) & {*self.weights_now, *values})
 
     def _masters_without_name(self) -> set[str]:
         """Take the weights in files without ZeRO for module copies where the live run has these.
@@ -333,9 +305,9 @@ class _Sides:
         """
         found = set()
         for name, one in self.record.tensors.get(WEIGHTS, {}).items() if self.checkpoint.native else ():
-            there, copy = (self.state.tensors.get(key, {}).get(name) for key in (WEIGHTS, MODULE))
-            if not self.recorded and there is not None and copy is not None and _is_rounded(there, one):
-                self.saved.setdefault(Item(STATE, MODULE, name), self.saved.pop(Item(STATE, WEIGHTS, name)))
+            master, copy = Item(STATE, WEIGHTS, name), Item(STATE, MODULE, name)
+            if not self.recorded and copy in self.first and _is_rounded(self.first.get(master), one):
+                self.saved.setdefault(copy, self.saved.pop(master))
                 found.add(name)
         return found
 
@@ -351,16 +323,17 @@ class _Sides:
 
     def left_out(self) -> list[LeftOut]:
         """Return the parts that are left out whole."""
-        found = [LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items()]
-        found += [LeftOut(Reason.PENDING, text) for text in self.pending]
+        found = [*self.of_files, *(LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items())]
+        found += [LeftOut(Reason.PENDING, own.pending) for own in self.ranks if own.pending]
         found += [LeftOut(Reason.NO_TENSORS, name) for name in self.others]
-        found += [LeftOut(Reason.SPREAD, name) for name in self.spread]
+        found += [LeftOut(Reason.SPREAD, name) for name in self.merged.spread]
         found += [LeftOut(Reason.FIRST_RANKS, name) for name in self.first_ranks]
         if self.scope.weights_only:
             found.append(LeftOut(Reason.WEIGHTS_ONLY))
         if not self.weights_only:
-            found += [LeftOut(Reason.NO_GROUP, name) for name in self.ungrouped]
-            if not self.record.group_of:
+            ungrouped = {name for own in self.ranks for name in own.ungrouped}
+            found += [LeftOut(Reason.NO_GROUP, name) for name in sorted(ungrouped)]
+            if not self.members:
                 why = self.checkpoint.left_out or "ckpttool reads none in this checkpoint"
                 found.append(LeftOut(Reason.NO_STATES, why=why))
             found += [LeftOut(Reason.OTHER_SHAPE, key) for key in sorted(self.shapeless)]
@@ -370,7 +343,7 @@ class _Sides:
 
     def parts(self) -> Iterable[_Part]:
         """Yield all items of both sides."""
-        for item, saved, found in self.pairs:
+        for item, saved, found in paired(self.saved, self.live, tied_names(self.checkpoint.aliases, self.aliases)):
             live = found or {None: ()}
             first = next((own for own, ranks in live.items() if not ranks or 0 in ranks), None)
             if (item.name or item.key) not in self.may_differ:
@@ -380,23 +353,22 @@ class _Sides:
             else:
                 yield _Part(item, saved, first)
 
-    def verdict(self, part: _Part) -> LeftOut | Mismatch | None:
-        """Return why a part is left out, or how it differs, or None if it is equal."""
-        kind, key, _ = part.item
-        of_weights = kind == STATE and key in _COPIES
+    def verdict(self, part: _Part) -> LeftOut | str:
+        """Return the verdict on a part."""
+        kind = part.item.kind
         if kind == TIE:
             return self._tie(part)
-        left_out = self._value if kind == VALUE else self._weights if of_weights else self._of_optimizer
-        return left_out(part) or self._difference(part)
+        rule = self._value if kind == VALUE else self._weights if _is_weight(part.item) else self._of_optimizer
+        return rule(part) or self._difference(part)
 
-    def _tie(self, part: _Part) -> LeftOut | Mismatch | None:
+    def _tie(self, part: _Part) -> LeftOut | str:
         """Return what became of a tie: a load into a model without it gives both parameters the saved values."""
         name = part.item.name
         if part.live is None and part.ranks:
-            return Mismatch(WEIGHTS, name, f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks")
+            return f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks"
         undone = part.live is None and {name, self.record.aliases.get(name, name)} <= self.weights_now
         both = {name, self.aliases.get(name, name)}  # files may have a tied parameter twice
-        made = part.saved is None and both <= (self.weights if self.recorded else self.record.group_of.keys())
+        made = part.saved is None and both <= (self.weights if self.recorded else self.members)
         return LeftOut(Reason.TIES if undone or made else Reason.ASKED, name)
 
     def _value(self, part: _Part) -> LeftOut | None:
@@ -456,7 +428,7 @@ class _Sides:
     def _of_optimizer(self, part: _Part) -> LeftOut | None:
         """Return why a state, a number, a hyper-parameter or the group of a parameter is not compared."""
         (kind, key, name), saved, live, scope = part.item, part.saved, part.live, self.scope
-        if scope.weights_only or (self.weights_only and not self.record.group_of):
+        if scope.weights_only or (self.weights_only and not self.members):
             return LeftOut(Reason.ASKED)
         if self.weights_only:
             return LeftOut(Reason.WITHOUT_OPTIMIZER if scope.without_optimizer else Reason.NO_OPTIMIZER)
@@ -490,7 +462,7 @@ class _Sides:
     def _surplus(self, part: _Part) -> LeftOut | None:
         """Return why a part of the live optimizer that was not saved may be there."""
         (kind, key, name), live = part.item, part.live
-        if not self.record.group_of or (kind == MEMBER and (name in self.trained or name not in self.weights)):
+        if not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)):
             return LeftOut(Reason.ASKED)
         if part.ranks:
             return None
@@ -499,8 +471,8 @@ class _Sides:
         if isinstance(live, TensorDigest) and self.shapeless:  # they may be in a state of another layout
             return LeftOut(Reason.NOT_RECORDED, key)
         if isinstance(live, TensorDigest):
-            weight = self.state.tensors.get(WEIGHTS, {}).get(name, live)
-            if live.value and live.shape != weight.shape:
+            weight = self.first.get(Item(STATE, WEIGHTS, name), live)
+            if live.value and isinstance(weight, TensorDigest) and live.shape != weight.shape:
                 return LeftOut(Reason.OTHER_SHAPE, key)
             return None if live.value else LeftOut(Reason.ZEROS, f"{key} of {name}")  # a first step may make them
         if kind == STATE and key not in self.record.numbers:
@@ -509,27 +481,23 @@ class _Sides:
             return LeftOut(Reason.ZEROS, f"{key} of {name}")
         return LeftOut(Reason.ASKED) if kind == STATE and name not in self.trained else None
 
-    def _difference(self, part: _Part) -> LeftOut | Mismatch | None:
-        """Return how a part differs, or None if it is equal."""
+    def _difference(self, part: _Part) -> LeftOut | str:
+        """Return how a part differs, or why its difference does not count."""
         item, saved, live = part.item, part.saved, part.live
         text = f"{item.key} of {item.owner}" if item.owner else item.key
-        unknown = item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)
-        if live == saved or unknown:
-            return LeftOut(Reason.OBJECTS, text) if _is_object(saved) else None
+        if live == saved or (item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)):
+            return LeftOut(Reason.OBJECTS, text) if _is_object(saved) else ""
         if item.kind == OPTION and _is_object(saved):  # a number of numpy, for example
             return LeftOut(Reason.OBJECTS, text)
-        values = isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) and saved[:2] == live[:2]
-        holders = () if item.kind != STATE or values else self.holders.get(item.name, ())
-        problem = difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < self.ranks else ())))
         if item.kind == MEMBER:
-            return Mismatch(WEIGHTS, item.name, _of_member(part))
-        if item.kind == TYPE and (self.scope.casts or self.weights_only):
+            return _of_member(part)
+        casts = self.scope.casts or self.weights_only
+        if casts and item.kind == TYPE:
             return LeftOut(Reason.CAST, f"{item.key} of {item.name} ({saved}, now {live})")
-        if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest):
-            if not problem:
-                return None
-            if problem.startswith(OTHER_TYPE) and (self.scope.casts or self.weights_only):
-                return LeftOut(Reason.CAST, f"{item.name} ({saved.dtype}, now {live.dtype})")
+        tensors = (saved, live) if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) else ()
+        types = [one.dtype for one in tensors]
+        if casts and len({*types}) == 2 and equal_values(saved, live):
+            return LeftOut(Reason.CAST, f"{item.name} ({types[0]}, now {types[1]})")
         if _kind(item.key) == MOMENTUM and _without_type(saved) == _without_type(live) != "":  # DeepSpeed's load casts
             return LeftOut(Reason.CAST, f"{text} ({saved}, now {live})")
         old = self.recorded and self.record.differing is None
@@ -537,11 +505,13 @@ class _Sides:
             return LeftOut(Reason.STEPS, item.name)
         if old and isinstance(saved, str) and isinstance(live, str) and _may_be_objects(saved, live):
             return LeftOut(Reason.CLASSES, text)
-        return Mismatch(item.key, item.owner, problem)
+        alike = len({one[:2] for one in tensors}) == 1
+        holders = () if item.kind != STATE or alike else self.merged.holders.get(item.name, ())
+        return difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < len(self.ranks) else ())))
 
     def _largest_step(self, name: str) -> str:
         """Return the largest step in the group of a parameter: release 0.1 recorded it for optimizers of DeepSpeed."""
-        groups, steps = self.state.group_of, self.state.numbers.get(STEP, {})
+        groups, steps = self.merged.state.group_of, self.merged.state.numbers.get(STEP, {})
         own = [steps[other] for other, group in groups.items() if group == groups.get(name) and other in steps]
         return canonical(max(own)) if own and self.checkpoint.optimizer.startswith("deepspeed.") else ""
 
@@ -562,6 +532,16 @@ def _of_member(part: _Part) -> str:
     if part.live is None:
         return f"is in no group of the optimizer{on}, and was trained at the save"
     return f"is trained now{on}, and was {'frozen' if part.saved == FROZEN else 'not trained'} at the save"
+
+
+def _is_weight(item: Item) -> bool:
+    """Return whether an item is a weight, a buffer or a module's copy."""
+    return item.kind == STATE and item.key in _COPIES
+
+
+def _with_tied(names: set[str], tied: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return names with the other names of tied parameters."""
+    return names.union(*(tied.get(name, ()) for name in names))
 
 
 def _is_object(fact: Fact | None) -> bool:
@@ -607,11 +587,6 @@ def _of_files(live: Iterable[str], checkpoint: Checkpoint) -> tuple[dict[str, st
         found.append(LeftOut(Reason.SCHEDULER, why=how))
     found += [LeftOut(Reason.CLIENT_STATE, printable(name)) for name in items if name not in values]
     return {f"scheduler.{name.removeprefix(fitting[0])}": text for name, text in values.items()}, found
-
-
-def _values_of(live: Merged) -> dict[str, None]:
-    """Return the names of the values that any rank has."""
-    return {**dict.fromkeys(live.state.values), **{item.key: None for item in live.apart if item.kind == VALUE}}
 
 
 def _kind(name: str) -> str:

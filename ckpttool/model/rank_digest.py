@@ -29,6 +29,7 @@ from ckpttool.model.state_digest import (
     StateDigest,
     TensorDigest,
     items_of_state,
+    once,
     told,
 )
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CLIENT_STATE = "client_state"
 """Kind of the values that the user passes to a save; the first rank's are saved."""
-APART = "differs between ranks"
-"""Begins the problem of a tensor whose replicas differ."""
 NO_SUM = 1 << 32
 """Stands for the checksum of a part that has none."""
 COPY = 1 << 33
@@ -172,14 +171,13 @@ def on_ranks(ranks: Sequence[int]) -> str:
 
 
 def contradictions(apart: Apart) -> list[Mismatch]:
-    """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
-    result: dict[tuple[str, str, str], Mismatch] = {}
-    for item, found in apart.items():
-        first, *others = sorted(found.items(), key=lambda one: one[1][0])
+    """Return the differences between ranks."""
+    found = []
+    for item, held in apart.items():
+        first, *others = sorted(held.items(), key=lambda one: one[1][0])
         problem = f"is {', but '.join(f'{told(fact)}{on_ranks(ranks)}' for fact, ranks in (*others, first))}"
-        once = "" if item.kind == OPTION else item.name
-        result.setdefault((item.key, once, problem), Mismatch(item.key, item.owner, problem))
-    return list(result.values())
+        found.append((item, problem, False))
+    return once(found)
 
 
 def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
@@ -329,8 +327,8 @@ def _merge_parts(
             odd.add(int(tensor[index]))
             continue
         two = sorted((int(rank[first[index]]), int(rank[index])))
-        problem = f"{APART} {two[0]} and {two[1]}, which have the same part"
-        mismatches.append(Mismatch(part.key, part.name, problem))
+        problem = f"differs between ranks {two[0]} and {two[1]}, which have the same part"
+        mismatches.append(Mismatch(part.key, part.name, problem, of_values=True))
     buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}
     unique, owners = rows[firsts], tensor[firsts]
