@@ -135,15 +135,14 @@ class Scope:
     """True if the load converts types: equal values of another type are named, not refused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The result of a comparison."""
+class Comparison(NamedTuple):
+    """The result of a comparison, as JSON data."""
 
     mismatches: list[Mismatch]
     notes: list[str]
     """Parts that were not compared, as text."""
-    rounded: dict[str, TensorDigest]
-    """Live weights in a narrower type than the saved ones, which must equal these once they are cast."""
+    rounded: dict[str, str]
+    """The digests of live weights in a narrower type than the saved ones, which must equal them once they are cast."""
     tensors: int
     """Tensors compared."""
     states: list[str]
@@ -200,11 +199,7 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
             *(one for one in gathered if (one.key, one.name) not in told),
         ],
         notes=_notes([*sides.left_out(), *(verdict for _, verdict in left_out)]),
-        rounded={
-            part.item.name: part.live
-            for part, verdict in left_out
-            if verdict.reason is Reason.ROUNDED and isinstance(part.live, TensorDigest)
-        },
+        rounded={part.item.name: str(part.live) for part, verdict in left_out if verdict.reason is Reason.ROUNDED},
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
         states=list(dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})),
     )
@@ -266,8 +261,8 @@ class _Sides:
         }
         weights = [*(item.name for item in self.saved if item[:2] == (STATE, WEIGHTS)), *checkpoint.aliases]
         if weights and not names.intersection(weights):
-            problem, hint = f"has weights of other names, such as {printable(weights[0])}", "pass its model"
-            raise PlanError(checkpoint.location, problem, f"{hint}; a state dict must have the key model, or none")
+            path, problem = checkpoint.location, f"has weights of other names, such as {printable(weights[0])}"
+            raise PlanError(path, problem, "pass its model; a state dict must have the key model, or none")
         self.scheduler = next((one.why for one in self.of_files if one.reason is Reason.SCHEDULER), "")
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
