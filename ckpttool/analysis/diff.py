@@ -116,18 +116,7 @@ class DiffReport(Shown):
         """Yield one row for each tensor that differs, then the verdict."""
         different = self.different
         if different:
-            rows = [
-                (
-                    d.name,
-                    d.state,
-                    d.kind,
-                    *(_side(d, i) for i in (0, 1)),
-                    f"{d.differing:,}" if d.kind == "values" else "",
-                    f"{d.max_abs:.3g}" if d.kind == "values" else "",
-                    f"{d.max_rel:.3g}" if d.kind == "values" else "",
-                )
-                for d in different
-            ]
+            rows = [_row(d) for d in different]
             right = ["differing", "max abs", "max rel"]
             yield Table(
                 ["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"],
@@ -151,6 +140,18 @@ class DiffReport(Shown):
             values = "" if self.others is None else f", other values that differ: {len(self.others)}"
             verdict = f"{len(different)} of {count} tensors differ{values} ({self.compared})"
         yield Line(verdict, color="green" if self.equal else "red")
+
+
+def _row(one: Difference) -> tuple[str, ...]:
+    numbers = f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}"
+    return (
+        one.name,
+        one.state,
+        one.kind,
+        _side(one, 0),
+        _side(one, 1),
+        *(numbers if one.kind == "values" else [""] * 3),
+    )
 
 
 def _side(difference: Difference, side: int) -> str:

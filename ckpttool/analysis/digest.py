@@ -286,11 +286,7 @@ def same_weights(
 def _check_same(
     directory: str, source: Mapping[tuple[str, str], Fact], written: Mapping[tuple[str, str], Fact]
 ) -> None:
-    """Check that an output has the items of the source, by key and name; equal values may have another type.
-
-    Raises:
-        LayoutError: It has not.
-    """
+    """Check that an output has the items of the source, by key and name; equal values may have another type."""
     a, b = ({Item(STATE, *names): fact for names, fact in own.items()} for own in (source, written))
     found = [
         Mismatch(item.key, item.name, difference(own, other))

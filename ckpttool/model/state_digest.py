@@ -276,20 +276,15 @@ class StateDigest(Shown):
         Raises:
             ValueError: The data is not of that form; also KeyError, TypeError and AttributeError.
         """
-        tensors = {
-            str(key): {str(name): TensorDigest.parse(text) for name, text in own.items()}
-            for key, own in found["tensors"].items()
-        }
         return cls(
-            tensors=tensors,
-            numbers={
-                str(key): {n: float(v) for n, v in _unpacked(own).items()} for key, own in found["numbers"].items()
+            tensors={
+                str(key): {str(name): TensorDigest.parse(text) for name, text in own.items()}
+                for key, own in found["tensors"].items()
             },
-            types={
-                str(key): {n: str(v) for n, v in _unpacked(own).items()} for key, own in found.get("types", {}).items()
-            },
+            numbers={str(key): _unpacked(own, float) for key, own in found["numbers"].items()},
+            types={str(key): _unpacked(own, str) for key, own in found.get("types", {}).items()},
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
-            group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
+            group_of=_unpacked(found["group_of"], int),
             values={str(name): str(text) for name, text in found["values"].items()},
             frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
             differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
@@ -328,8 +323,8 @@ def _packed(numbers: Mapping[str, float | str]) -> list[list[Any]]:
     return list(found.values())
 
 
-def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    return {str(name): number for number, names in found for name in names}
+def _unpacked(found: Sequence[Sequence[Any]], kind: Callable[[Any], A]) -> dict[str, A]:
+    return {str(name): kind(number) for number, names in found for name in names}
 
 
 def canonical(value: Any, tensor: Callable[[Any], str | None] | None = None) -> str:

@@ -118,10 +118,8 @@ def engine_state(live: LiveEngine) -> LiveState:
         aliases=aliases,
         unproven=reader.unproven,
         partitioned=live.partitions_states,
-        frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
-        ungrouped=[
-            n for name, p in live.parameters().items() if p.requires_grad and (n := reader.name_of(name)) not in groups
-        ],
+        frozen=[name for name, p in reader.parameters.items() if not p.requires_grad],
+        ungrouped=[name for name, p in reader.parameters.items() if p.requires_grad and name not in groups],
         trains=has_optimizer(live.optimizer),
         pending=f"the gradients of {count} micro batches since the last step" if count else "",
         others=live.model.others,
@@ -179,11 +177,7 @@ class SavedDigests:
 
 
 class _Reader:
-    """Collects the parts of an engine's state.
-
-    Args:
-        live: The engine.
-    """
+    """Collects the parts of an engine's state."""
 
     def __init__(self, live: LiveEngine) -> None:
         self.live = live
@@ -193,9 +187,9 @@ class _Reader:
         self.unproven: dict[str, str] = {}
         self.values: dict[str, str] = {}
         """Other states, such as the blocks of an 8-bit optimizer: of this rank, if the states are partitioned."""
-        self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
-        self._names = {id(p): name for name, p in self._parameters.items()}
-        self._shapes = {name: shape_of(p) for name, p in self._parameters.items()}
+        self.parameters = {self.name_of(name): p for name, p in live.parameters().items()}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._shapes = {name: shape_of(p) for name, p in self.parameters.items()}
         trained = live.model.groups if live.model is not None else ()
         self._trained = {self.name_of(name) for names in trained for name in names}
 
@@ -213,11 +207,7 @@ class _Reader:
         return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
 
     def _name(self, parameter: Any) -> str:
-        """Return the name of a parameter of the optimizer.
-
-        Raises:
-            PlanError: The module does not have it.
-        """
+        """Return the name of a parameter of the optimizer."""
         if id(parameter) not in self._names:
             problem = (
                 f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
@@ -233,7 +223,7 @@ class _Reader:
     def read_weights(self) -> None:
         """Collect the module's weights, and its buffers."""
         masters = self.live.partitions_states or bool(self.live.wrapper and self.live.wrapper != OFFLOAD)
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             key = MODULE if masters and name in self._trained else WEIGHTS
             if not hasattr(parameter, "ds_tensor"):
                 self.pieces.append(Piece(key, name, parameter.data, tuple(parameter.shape), 0))
@@ -317,12 +307,7 @@ class _Reader:
 
         A partition of padding alone has an empty part of the last parameter, whose states it counts with.
         ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
-
-        Args:
-            group: The parameters in the order of the buffer.
-            low: Index of the first element of the partition.
-            size: Number of its elements.
-            places: Index of each parameter's first element, if there is padding between them.
+        ``places`` are the indexes of the parameters' first elements, if there is padding between them.
         """
         parts = []
         for p, at in zip(group, places or accumulate((p.numel() for p in group), initial=0), strict=False):

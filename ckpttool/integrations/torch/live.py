@@ -284,11 +284,7 @@ def live_state(
 
 
 def _optimizer_state(optimizer: Any, names: Mapping[int, str], pieces: list[Piece]) -> dict[str, Any]:
-    """Add the tensors of an optimizer to ``pieces``; return its other facts, by their names in ``RankFacts``.
-
-    Raises:
-        ArgumentError: It has no parameter of the model.
-    """
+    """Add the tensors of an optimizer to ``pieces``; return its other facts, by their names in ``RankFacts``."""
     numbers: dict[str, dict[str, float]] = {}
     types: dict[str, dict[str, str]] = {}
     unproven: dict[str, str] = {}
