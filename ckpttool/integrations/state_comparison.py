@@ -115,6 +115,14 @@ class LeftOut(NamedTuple):
     """More of the reason."""
 
 
+_ASKED = LeftOut(Reason.ASKED)
+
+
+def _first(*rules: tuple[object, LeftOut | None]) -> LeftOut | None:
+    """Return the verdict of the first rule that holds, each a condition and a verdict; None if none holds."""
+    return next((verdict for holds, verdict in rules if holds), None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """The part of a state that was restored."""
@@ -219,14 +227,14 @@ def _notes(found: Iterable[LeftOut]) -> list[str]:
             names.setdefault((one.reason, one.why), {})[one.name] = None
     return [
         reason.value.format(
-            names=", ".join(own), first=next(iter(own)), count=f"{len(own):,}", why=why, tensors=_tensors(len(own))
+            names=", ".join(own),
+            first=next(iter(own)),
+            count=f"{len(own):,}",
+            why=why,
+            tensors=f"{len(own):,} tensor{'s' * (len(own) != 1)}",
         )
         for (reason, why), own in sorted(names.items(), key=lambda one: order.index(one[0][0]))
     ]
-
-
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'s' * (count != 1)}"
 
 
 class _Sides:
@@ -263,7 +271,10 @@ class _Sides:
         if weights and not names.intersection(weights):
             path, problem = checkpoint.location, f"has weights of other names, such as {printable(weights[0])}"
             raise PlanError(path, problem, "pass its model; a state dict must have the key model, or none")
-        self.scheduler = next((one.why for one in self.of_files if one.reason is Reason.SCHEDULER), "")
+        of_both = (self.record.values, self.values)
+        keys, keys_now = ({name for name in values if _kind(name) == "scheduler"} for values in of_both)
+        other = "another class saved its state" if keys - keys_now and keys_now - keys else ""
+        self.scheduler = next((one.why for one in self.of_files if one.reason is Reason.SCHEDULER), other)
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
         self.others = sorted({name for own in ranks for name in own.others})
@@ -279,7 +290,7 @@ class _Sides:
             if key in saved.tensors and key != MOMENTUM and key in self.unproven and not self.weights_only
         ]
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
-        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, self.record.values))
+        self.saved_kinds, self.kinds = (set(map(_kind, values)) for values in of_both)
         then, now = tied_names(checkpoint.aliases), tied_names(self.aliases)
         self.members = {item.name for item in self.saved if item.kind == MEMBER}
         self.with_states = {item.name for item in self.saved if item.kind == STATE and not _is_weight(item)}
@@ -368,113 +379,94 @@ class _Sides:
 
     def _value(self, part: _Part) -> LeftOut | None:
         """Return why a counter, or a value of the scheduler, the loss scale or another state, is not compared."""
-        key, kind = part.item.key, _kind(part.item.key)
-        if self.scope.weights_only or not (self.trains or self.values):
-            return LeftOut(Reason.ASKED)
-        if key == MICRO_BATCHES:  # the live ones are named with their gradients
-            why = f"the gradients of {part.saved} micro batches since the last step before the save"
-            return LeftOut(Reason.ASKED) if part.saved is None else LeftOut(Reason.PENDING, why)
-        if kind in self.scope.without:
-            return LeftOut(Reason.NOT_RESTORED, kind)
-        if kind == "scheduler" and (why := self.scheduler or self._other_scheduler()):
-            return LeftOut(Reason.SCHEDULER, why=why)
-        if part.live is None and kind not in self.kinds:
-            return LeftOut(Reason.ASKED if key in _COUNTED else Reason.NOT_PASSED, kind)
-        if part.live is None and kind == SCALE and not part.ranks:  # wrappers without ZeRO have fewer numbers
-            return LeftOut(Reason.NOT_PASSED, key)
-        if part.saved is None and key == SCALE:
-            return None
-        if part.saved is None and kind == "rank_state" and not self.recorded:
-            return LeftOut(Reason.RANK_STATE)
-        if part.saved is None and kind == "client_state" and not self.recorded:
-            return LeftOut(Reason.ASKED)
-        if part.saved is None:
-            return LeftOut(Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind)
-        return None if part.counts else LeftOut(Reason.OF_LATER_RANKS, key)
-
-    def _other_scheduler(self) -> str:
-        """Return why the schedulers cannot be compared; "" if they can."""
-        saved, live = ({n for n in own if _kind(n) == "scheduler"} for own in (self.record.values, self.values))
-        return "another class saved its state" if saved - live and live - saved else ""
+        key, saved, live = part.item.key, part.saved, part.live
+        kind = _kind(key)
+        pending = f"the gradients of {saved} micro batches since the last step before the save"
+        scheduler = self.scheduler if kind == "scheduler" else ""
+        absent = live is None and kind not in self.kinds
+        return _first(
+            (self.scope.weights_only or not (self.trains or self.values), _ASKED),
+            (key == MICRO_BATCHES and saved is None, _ASKED),  # the live ones are named with their gradients
+            (key == MICRO_BATCHES, LeftOut(Reason.PENDING, pending)),
+            (kind in self.scope.without, LeftOut(Reason.NOT_RESTORED, kind)),
+            (scheduler, LeftOut(Reason.SCHEDULER, why=scheduler)),
+            (absent and key in _COUNTED, _ASKED),
+            (absent, LeftOut(Reason.NOT_PASSED, kind)),
+            # Wrappers without ZeRO have fewer numbers.
+            (live is None and kind == SCALE and not part.ranks, LeftOut(Reason.NOT_PASSED, key)),
+            (saved is None and key == SCALE, None),
+            (saved is None and kind == "rank_state" and not self.recorded, LeftOut(Reason.RANK_STATE)),
+            (saved is None and kind == "client_state" and not self.recorded, _ASKED),
+            (saved is None, LeftOut(Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind)),
+            (not part.counts, LeftOut(Reason.OF_LATER_RANKS, key)),
+        )
 
     def _weights(self, part: _Part) -> LeftOut | None:
         """Return why a weight, a buffer or a module's copy is not compared."""
         (_, key, name), saved, live, scope = part.item, part.saved, part.live, self.scope
-        if name in scope.without_names or name in self.others:
-            return LeftOut(Reason.ASKED)
-        if not part.counts:
-            what = "missing on ranks" if live is None else "other values on ranks"
-            return LeftOut(Reason.OF_SOME_RANKS, name, f"{what} {', '.join(map(str, part.ranks))}")
-        if key == MODULE and live is None:
-            return LeftOut(Reason.ASKED)
-        if key == MODULE and MODULE in scope.without:
-            return LeftOut(Reason.COPIES_OF_TYPE, name)
-        if key == MODULE and saved is None:
-            return LeftOut(Reason.COPIES_UNRECORDED if self.recorded else Reason.COPIES_NOT_IN_FILES, name)
-        if saved is None:
-            return LeftOut(Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name)
-        if live is None and name in self.checkpoint.beside:
-            return LeftOut(Reason.BESIDE, name)
+        ranks = f"{'missing' if live is None else 'other values'} on ranks {', '.join(map(str, part.ranks))}"
         trained = name in self.trained_now and not scope.weights_only
-        if key == WEIGHTS and (WEIGHTS in scope.rounds or not trained) and _is_rounded(saved, live):
-            return LeftOut(Reason.ROUNDED, name)
-        return None
+        may_be_rounded = key == WEIGHTS and (WEIGHTS in scope.rounds or not trained)
+        return _first(
+            (name in scope.without_names or name in self.others, _ASKED),
+            (not part.counts, LeftOut(Reason.OF_SOME_RANKS, name, ranks)),
+            (key == MODULE and live is None, _ASKED),
+            (key == MODULE and MODULE in scope.without, LeftOut(Reason.COPIES_OF_TYPE, name)),
+            (key == MODULE and saved is None and self.recorded, LeftOut(Reason.COPIES_UNRECORDED, name)),
+            (key == MODULE and saved is None, LeftOut(Reason.COPIES_NOT_IN_FILES, name)),
+            (saved is None, LeftOut(Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name)),
+            (live is None and name in self.checkpoint.beside, LeftOut(Reason.BESIDE, name)),
+            (may_be_rounded and _is_rounded(saved, live), LeftOut(Reason.ROUNDED, name)),
+        )
 
     def _of_optimizer(self, part: _Part) -> LeftOut | None:
         """Return why a state, a number, a hyper-parameter or the group of a parameter is not compared."""
         (kind, key, name), saved, live, scope = part.item, part.saved, part.live, self.scope
-        if scope.weights_only or (self.weights_only and not self.members):
-            return LeftOut(Reason.ASKED)
-        if self.weights_only:
-            return LeftOut(Reason.WITHOUT_OPTIMIZER if scope.without_optimizer else Reason.NO_OPTIMIZER)
-        if {key, name} & (scope.without | scope.without_names | self.unproven.keys() | self.shapeless):
-            return LeftOut(Reason.ASKED)
-        if key in scope.rounds:
-            return LeftOut(Reason.ROUNDED_STATES, key)
-        if name in scope.without_states_of:
-            joined = name not in self.trained and name in self.weights
-            return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
-        if kind == MEMBER and {live, saved} == {FROZEN, None}:
-            return LeftOut(Reason.ASKED)
-        if kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks:
-            never_trained = self.with_states and name not in self.with_states
-            return LeftOut(Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name)
-        if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
-            return LeftOut(Reason.FROZEN, name)
-        if kind == OPTION and {"groups", key} & scope.without:
-            return LeftOut(Reason.OPTIONS)
+        joined = name not in self.trained and name in self.weights
+        unknown = kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks
+        never_trained = self.with_states and name not in self.with_states
+        frozen = live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)
         as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
-        if kind == STATE and key in as_values:  # one side has it partitioned like the weights
-            return LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)
-        if kind == TYPE and (None in {saved, live} or saved == PYTHON):
-            return LeftOut(Reason.ASKED)
-        if saved is None:
-            return self._surplus(part)
-        if live is None and not part.ranks and kind == OPTION:  # MEMBER names parameters in no group
-            return LeftOut(Reason.NOT_LIVE if name in self.trained_now else Reason.ASKED, key)
-        return LeftOut(Reason.ASKED) if kind == MEMBER and name not in self.weights_now else None
+        lost = live is None and not part.ranks
+        return _first(
+            (scope.weights_only or (self.weights_only and not self.members), _ASKED),
+            (self.weights_only and scope.without_optimizer, LeftOut(Reason.WITHOUT_OPTIMIZER)),
+            (self.weights_only, LeftOut(Reason.NO_OPTIMIZER)),
+            ({key, name} & (scope.without | scope.without_names | self.unproven.keys() | self.shapeless), _ASKED),
+            (key in scope.rounds, LeftOut(Reason.ROUNDED_STATES, key)),
+            (name in scope.without_states_of, LeftOut(Reason.JOINED, name) if joined else _ASKED),
+            (kind == MEMBER and {live, saved} == {FROZEN, None}, _ASKED),
+            (unknown, _ASKED if never_trained else LeftOut(Reason.MAYBE_TRAINED, name)),
+            (name in self.frozen and frozen, LeftOut(Reason.FROZEN, name)),
+            (kind == OPTION and {"groups", key} & scope.without, LeftOut(Reason.OPTIONS)),
+            # One side has it partitioned like the weights.
+            (kind == STATE and key in as_values, LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)),
+            (kind == TYPE and (None in {saved, live} or saved == PYTHON), _ASKED),
+            (saved is None, self._surplus(part)),
+            # MEMBER names parameters in no group.
+            (lost and kind == OPTION, LeftOut(Reason.NOT_LIVE, key) if name in self.trained_now else _ASKED),
+            (kind == MEMBER and name not in self.weights_now, _ASKED),
+        )
 
     def _surplus(self, part: _Part) -> LeftOut | None:
         """Return why a part of the live optimizer that was not saved may be there."""
         (kind, key, name), live = part.item, part.live
-        if not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)):
-            return LeftOut(Reason.ASKED)
-        if part.ranks:
-            return None
-        if kind == OPTION:
-            return LeftOut(Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key)
-        if isinstance(live, TensorDigest) and self.shapeless:  # they may be in a state of another layout
-            return LeftOut(Reason.NOT_RECORDED, key)
-        if isinstance(live, TensorDigest):
-            weight = self.first.get(Item(STATE, WEIGHTS, name), live)
-            if live.value and isinstance(weight, TensorDigest) and live.shape != weight.shape:
-                return LeftOut(Reason.OTHER_SHAPE, key)
-            return None if live.value else LeftOut(Reason.ZEROS, f"{key} of {name}")  # a first step may make them
-        if kind == STATE and key not in self.record.numbers:
-            return LeftOut(Reason.NOT_RECORDED, key)
-        if kind == STATE and name in self.trained and live in {"0", "-0.0"}:
-            return LeftOut(Reason.ZEROS, f"{key} of {name}")
-        return LeftOut(Reason.ASKED) if kind == STATE and name not in self.trained else None
+        is_tensor = isinstance(live, TensorDigest)
+        is_zero = not live.value if isinstance(live, TensorDigest) else live in {"0", "-0.0"}
+        shapes = {
+            one.shape for one in (live, self.first.get(Item(STATE, WEIGHTS, name))) if isinstance(one, TensorDigest)
+        }
+        zeros = LeftOut(Reason.ZEROS, f"{key} of {name}") if is_zero else None  # a first step may make them
+        return _first(
+            (not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)), _ASKED),
+            (part.ranks, None),
+            (kind == OPTION, LeftOut(Reason.NOT_RECORDED, key) if name in self.trained else _ASKED),
+            (is_tensor and self.shapeless, LeftOut(Reason.NOT_RECORDED, key)),  # perhaps in a state of another layout
+            (is_tensor and not is_zero and len(shapes) > 1, LeftOut(Reason.OTHER_SHAPE, key)),
+            (is_tensor, zeros),
+            (kind == STATE and key not in self.record.numbers, LeftOut(Reason.NOT_RECORDED, key)),
+            (kind == STATE, zeros if name in self.trained else _ASKED),
+        )
 
     def _difference(self, part: _Part) -> LeftOut | str:
         """Return how a part differs, or why its difference does not count."""

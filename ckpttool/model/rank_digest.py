@@ -154,10 +154,13 @@ class Merged(NamedTuple):
     def contradictions(self) -> list[Mismatch]:
         """All differences between ranks that should have one state."""
         allowed, differing = self.unproven.keys(), self.state.differing or ()
-        odd = {
-            i: found for i, found in self.apart.items() if i.key not in allowed and (i.name or i.key) not in differing
-        }
-        return [*self.mismatches, *contradictions(odd)]
+        problems = []
+        for item, held in self.apart.items():
+            if item.key not in allowed and (item.name or item.key) not in differing:
+                first, *others = sorted(held.items(), key=lambda one: one[1][0])
+                values = [f"{told(fact)}{on_ranks(ranks)}" for fact, ranks in (*others, first)]
+                problems.append((item, f"is {', but '.join(values)}", False))
+        return [*self.mismatches, *once(problems)]
 
 
 Apart = Mapping[Item, Mapping[Fact | None, Sequence[int]]]
@@ -168,16 +171,6 @@ def on_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text for a message; "" for none."""
     listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
     return f" on rank{'s' * (len(ranks) > 1)} {listed}" if ranks else ""
-
-
-def contradictions(apart: Apart) -> list[Mismatch]:
-    """Return the differences between ranks."""
-    found = []
-    for item, held in apart.items():
-        first, *others = sorted(held.items(), key=lambda one: one[1][0])
-        problem = f"is {', but '.join(f'{told(fact)}{on_ranks(ranks)}' for fact, ranks in (*others, first))}"
-        found.append((item, problem, False))
-    return once(found)
 
 
 def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
