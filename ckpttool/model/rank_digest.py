@@ -305,13 +305,14 @@ def _merge_parts(
     order = np.lexsort((rank, rows[:, 4] >> np.uint64(32), rows[:, 1], rows[:, 0], tensor))  # copies last
     rows, tensor, rank = rows[order], tensor[order], rank[order]
     parts = list(numbers)
+    bounds = np.searchsorted(tensor, np.arange(len(parts) + 1, dtype=np.uint64)).tolist()
+    of_tensor = list(itertools.starmap(slice, itertools.pairwise(bounds)))
+    ranks_of = [sorted({*rank[one].tolist()}) for one in of_tensor]
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (tensor[1:] != tensor[:-1]) | (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
-    firsts = np.flatnonzero(new)
-    first = firsts[np.cumsum(new) - 1]
+    first = np.flatnonzero(new)[np.cumsum(new) - 1]
     mismatches = []
-    held = np.bincount(tensor.astype(np.intp), minlength=len(parts))
-    odd = {n for n, part in enumerate(parts) if part.is_buffer and held[n] < len(ranks)}
+    odd = {n for n, part in enumerate(parts) if part.is_buffer and bounds[n + 1] - bounds[n] < len(ranks)}
     sums, digested = rows[:, 4], rows[:, 2:4]
     differing = np.where(sums >= COPY, sums ^ sums[first] != COPY, (digested != digested[first]).any(axis=1))
     for index in np.flatnonzero(differing).tolist():
@@ -322,27 +323,20 @@ def _merge_parts(
         two = sorted((int(rank[first[index]]), int(rank[index])))
         problem = f"differs between ranks {two[0]} and {two[1]}, which have the same part"
         mismatches.append(Mismatch(part.key, part.name, problem, of_values=True))
-    buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
+    buffers = _buffers([(parts[n], of_tensor[n]) for n in sorted(odd)], rows, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}
-    unique, owners = rows[firsts], tensor[firsts]
-    edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))
-    sums = np.add.reduceat(unique[:, 1:4], edges, axis=0) if len(unique) else unique[:, 1:4]
-    bounds = np.append(np.searchsorted(tensor, np.arange(len(parts), dtype=np.uint64)), len(tensor)).tolist()
-    of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    once_each = rows[:, 1:4] * new[:, None]
+    totals = np.add.reduceat(once_each, bounds[:-1], axis=0) if len(rows) else once_each
     places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
     weights: dict[str, int] = {}
     uncovered: list[Mismatch] = []
     retyped: set[str] = set()
-    for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
+    for number, (part, (covered, low, high)) in enumerate(zip(parts, totals.tolist(), strict=True)):
         total = math.prod(part.shape)
         if part.name in tensors.setdefault(part.key, {}):
-            first = next(n for n, other in enumerate(parts) if other[:2] == part[:2])
-            of_both = [sorted({*rank[of_tensor[n]].tolist()}) for n in (number, first)]
-            both = [
-                told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(own)
-                for n, own in zip((number, first), of_both, strict=True)
-            ]
-            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(both)}"))
+            both = (number, next(n for n, other in enumerate(parts) if other[:2] == part[:2]))
+            held = [told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(ranks_of[n]) for n in both]
+            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(held)}"))
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
@@ -354,13 +348,16 @@ def _merge_parts(
     for number, part in enumerate(parts if whole else ()):
         if part.key in {WEIGHTS, MODULE, GATHERED} or part.name in retyped or part.name not in weights:
             continue
-        there, of_weights = (places[of_tensor[n]] for n in (number, weights[part.name]))
-        if part.shape == parts[weights[part.name]].shape:
-            if not np.array_equal(there, of_weights):
-                mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
-        elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
+        there, of_weights = of_tensor[number], of_tensor[weights[part.name]]
+        lacking = sorted({*ranks_of[weights[part.name]]} - {*ranks_of[number]})
+        alike = part.shape == parts[weights[part.name]].shape
+        if lacking and (alike or (rows[there, 1] == math.prod(part.shape)).all()):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
-    lost, spread = _unheld(parts, [rank[one] for one in of_tensor], ranks) if whole else ([], [])
+        elif alike and not np.array_equal(places[there], places[of_weights]):
+            other = {*map(tuple, places[there].tolist())} ^ {*map(tuple, places[of_weights].tolist())}
+            problem = f"has other elements than the weights{on_ranks(sorted({one[0] for one in other}))}"
+            mismatches.append(Mismatch(part.key, part.name, problem))
+    lost, spread = _unheld(parts, ranks_of, ranks) if whole else ([], [])
     mismatches += lost
     located = {one[:2] for one in mismatches}
     mismatches += [one for one in uncovered if one[:2] not in located]
@@ -368,12 +365,12 @@ def _merge_parts(
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value
         mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
-    holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
+    holders = {name: ranks_of[number] for name, number in weights.items()}
     return tensors, mismatches, buffers, holders, spread
 
 
 def _unheld(
-    parts: Sequence[Part], holders: Sequence[NDArray[np.intp]], ranks: Sequence[RankDigest]
+    parts: Sequence[Part], holders: Sequence[Sequence[int]], ranks: Sequence[RankDigest]
 ) -> tuple[list[Mismatch], list[str]]:
     """Return the weights that some ranks lack.
 
@@ -389,7 +386,7 @@ def _unheld(
     for part, there in zip(parts, holders, strict=True):
         divided = part.is_buffer or part.name in masters or EXPERT.search(part.name) is not None
         if part.key == (MODULE if part.name in copied else WEIGHTS) and not divided:
-            held.setdefault(part.name, set()).update(there.tolist())
+            held.setdefault(part.name, set()).update(there)
     odd = {name: own for name, own in held.items() if len(own) < len(ranks)}
     names = [frozenset(name for name, own in odd.items() if rank in own) for rank in range(len(ranks) if odd else 0)]
     less = [(own or len(odd) < len(held)) and any(own < other for other in {*names}) for own in names]
@@ -403,34 +400,14 @@ def _unheld(
     return lost, spread
 
 
-def _buffers(
-    odd: Sequence[tuple[int, Part]],
-    rows: NDArray[np.uint64],
-    tensor: NDArray[np.uint64],
-    rank: NDArray[np.intp],
-    ranks: int,
-) -> Apart:
-    """Return the ranks that have each value of some buffers, given by number; None for ranks that lack it."""
+def _buffers(odd: Sequence[tuple[Part, slice]], rows: NDArray[np.uint64], rank: NDArray[np.intp], ranks: int) -> Apart:
+    """Return the ranks that have each value of some buffers, each given with its rows; None for ranks that lack it."""
     result: dict[Item, dict[Fact | None, list[int]]] = {}
-    for number, part in odd:
+    for part, there in odd:
         found = result.setdefault(Item(STATE, WEIGHTS, part.name), {})
-        for at in np.flatnonzero(tensor == number):
-            one = TensorDigest(part.dtype, part.shape, digests.joined(rows[at, 2:4]))
-            found.setdefault(one, []).append(int(rank[at]))
+        for lanes, own in zip(rows[there, 2:4], rank[there].tolist(), strict=True):
+            found.setdefault(TensorDigest(part.dtype, part.shape, digests.joined(lanes)), []).append(own)
     for found in result.values():
         lacking = sorted({*range(ranks)}.difference(*found.values()))
         found |= {None: lacking} if lacking else {}
     return result
-
-
-def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[int]:
-    """Return the ranks that have a part of the weights, and none of a state."""
-    return sorted({*map(int, of_weights[:, 0])} - {*map(int, own[:, 0])})
-
-
-def _other_rows(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> str:
-    """Return how the parts of a state differ from the parts of the weights: rank, place and elements of each."""
-    if lacking := _lacking(own, of_weights):
-        return f"is missing{on_ranks(lacking)}"
-    odd = {*map(tuple, own.tolist())} ^ {*map(tuple, of_weights.tolist())}
-    return f"has other elements than the weights{on_ranks(sorted({int(one[0]) for one in odd}))}"
