@@ -196,15 +196,12 @@ def _digests_of(
 ) -> SavedDigests | None:
     """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
     from ckpttool.integrations.deepspeed.live_state import SavedDigests, engine_state
-    from ckpttool.integrations.torch.live import values_of
 
     try:
-        state = engine_state(live)
-        values = {**state.values, **values_of("client_state", save.client_state)}
-        own = {**state.own, **({} if rank_state is None else values_of("rank_state", rank_state))}
+        state = engine_state(live).with_given(save.client_state, rank_state)
         frozen = {*state.frozen} if save.exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
-        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
+        return SavedDigests(replace(state, pieces=pieces), captured, ranks.rank, waits=waits)
     except Exception as error:  # the save does not depend on it
         why = f"{error.path}: {error.problem}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         if ranks.rank == 0:

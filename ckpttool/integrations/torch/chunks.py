@@ -48,7 +48,6 @@ from ckpttool.integrations.torch.live import (
     number_of,
     tensor_text,
     type_name,
-    values_of,
     wrapped_class,
 )
 from ckpttool.integrations.torch.optimizers import Forms
@@ -232,13 +231,8 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, kept: Kept) -
     left_out = {*state.frozen} if save.exclude_frozen else set()
     if save.written.names is not None:
         left_out |= {piece.name for piece in state.pieces} - save.written.names.keys()
-    state = replace(
-        state,
-        pieces=[piece for piece in state.pieces if piece.name not in left_out],
-        values={**state.values, **values_of("client_state", save.client_state)},
-        own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
-        pending="",
-    )
+    kept_pieces = [piece for piece in state.pieces if piece.name not in left_out]
+    state = replace(state.with_given(save.client_state, save.rank_state), pieces=kept_pieces, pending="")
     names = LAYOUTS[kept.layout]
     tensors = [*_tensors(run, state, names, save.written), *_numbers(run, names)]
     entries = sorted(tensors, key=lambda entry: [*map(str, entry.path)])

@@ -114,6 +114,12 @@ class LiveState(RankFacts):
     pieces: Sequence[Piece]
     """Its parts of all tensors; a shard may be empty."""
 
+    def with_given(self, client_state: Mapping[str, Any], rank_state: Any) -> LiveState:
+        """Return the state with the client state, and with the state of this rank that the user gives, or None."""
+        own = {} if rank_state is None else values_of("rank_state", rank_state)
+        values = {**self.values, **values_of("client_state", client_state)}
+        return replace(self, values=values, own={**self.own, **own})
+
     def _digests(self) -> list[int]:
         if torch.get_num_threads() == 1:
             return [piece.digest() for piece in self.pieces]
