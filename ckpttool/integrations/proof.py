@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.digest import state_digest, tensor_digests
 from ckpttool.analysis.extract import read_part
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ckpttool.saving.coordination import Ranks
 
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 HINT = "do not train on: build a new model and optimizer, and load again"
 SHOWN = 100
 """Most mismatches that an error lists."""

@@ -12,7 +12,6 @@ import bisect
 import math
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, micro
 from ckpttool.integrations.torch.live import (
     LiveState,
     Piece,
+    SavedDigests,
     number_of,
     options_of,
     scheduler_values,
@@ -38,11 +38,11 @@ from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.model.rank_digest import RankDigest
+    from ckpttool.saving.files import Payload
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -126,12 +126,11 @@ def engine_state(live: LiveEngine) -> LiveState:
     )
 
 
-class SavedDigests:
-    """The digests that a save records, of the bytes that this rank writes; computed in any thread.
+def saved_digests(state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> SavedDigests:
+    """Return the digests that a save records, of the bytes that this rank writes.
 
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
-    state: at once, if the train loop continues before the save has ended, but not the module's copies of stage 3, which
-    a load makes from the masters.
+    state, but not the module's copies of stage 3 if the train loop continues, which a load makes from the masters.
 
     Args:
         state: The live state of this rank.
@@ -139,41 +138,33 @@ class SavedDigests:
         rank: Number of this rank.
         waits: Whether the train loop waits for the save.
     """
+    memory = sorted(captured.memory, key=lambda held: held[0])
+    pieces: list[Piece] = []
+    held: dict[int, Piece] = {}
+    for piece in state.pieces:
+        if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
+            continue
+        if (copy := _in_file(piece, memory)) is not None:
+            held[len(pieces)] = copy
+        elif (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name))) or (
+            piece.key == MODULE and not waits
+        ):
+            continue
+        pieces.append(piece)
+    return SavedDigests(replace(state, pieces=pieces), held, {}, waits=waits)
 
-    def __init__(self, state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> None:
-        self._memory = sorted(captured.memory, key=lambda held: held[0])
-        self._addresses = [address for address, _ in self._memory]
-        self._digests: list[Callable[[], int]] = []
-        pieces = []
-        for piece in state.pieces:
-            if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
-                continue
-            held = self._in_file(piece)
-            if held is None and (
-                (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name)))
-                or (piece.key == MODULE and not waits)
-            ):
-                continue
-            pieces.append(piece)
-            now = held is None and not waits
-            self._digests.append(partial(int, piece.digest()) if now else (held or piece).digest)
-        self._state = replace(state, pieces=pieces)
 
-    def _in_file(self, piece: Piece) -> Piece | None:
-        """Return a part with its captured bytes; None if they were not captured."""
-        tensor = piece.tensor
-        index = bisect.bisect_right(self._addresses, tensor.data_ptr()) - 1
-        if index < 0 or not tensor.numel() or not tensor.is_contiguous():
-            return None
-        address, payload = self._memory[index]
-        start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
-        if start + nbytes > payload.nbytes:
-            return None
-        return replace(piece, tensor=torch.frombuffer(payload.read(start, start + nbytes), dtype=tensor.dtype))
-
-    def compute(self) -> RankDigest:
-        """Return the digests of this rank."""
-        return self._state.digest([digest() for digest in self._digests])
+def _in_file(piece: Piece, memory: Sequence[tuple[int, Payload]]) -> Piece | None:
+    """Return a part with its captured bytes; None if they were not captured."""
+    tensor = piece.tensor
+    index = bisect.bisect_right(memory, tensor.data_ptr(), key=lambda held: held[0]) - 1
+    if index < 0 or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    address, payload = memory[index]
+    start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
+    if start + nbytes > payload.nbytes:
+        return None
+    return replace(piece, tensor=torch.frombuffer(payload.read(start, start + nbytes), dtype=tensor.dtype))
 
 
 class _Reader:

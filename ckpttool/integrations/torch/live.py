@@ -21,12 +21,13 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpttool import digests
+from ckpttool.checksums import crc32
 from ckpttool.dtypes import BY_TORCH_NAME, numpy_dtype
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dtensor import DTensor, Mesh, MeshPlacement
 from ckpttool.model import DeviceMesh
 from ckpttool.model.names import WRAPPERS, plain_name
-from ckpttool.model.rank_digest import BOX, NO_SUM, Part, RankDigest, RankFacts
+from ckpttool.model.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, RankFacts
 from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
@@ -126,24 +127,53 @@ class LiveState(RankFacts):
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="ckpttool-digest") as pool:
             return list(pool.map(Piece.digest, self.pieces))
 
-    def digest(self, found: Sequence[int] | None = None, sums: Sequence[int] | None = None) -> RankDigest:
+    def digest(self, found: Sequence[tuple[int, int]] | None = None) -> RankDigest:
         """Digest the state of this rank.
 
         Args:
-            found: Digests of the pieces, if they are known.
-            sums: The last column of ``RankDigest.rows``; default: no checksums.
+            found: Digest and checksum of each piece, if they are known; see ``RankDigest.rows``.
         """
-        values = self._digests() if found is None else found
-        checked = [NO_SUM] * len(values) if sums is None else sums
+        values = [(one, NO_SUM) for one in self._digests()] if found is None else found
         rows = [
             [p.place, p.tensor.numel(), value & digests.MASK, value >> 64, checksum]
-            for p, value, checksum in zip(self.pieces, values, checked, strict=True)
+            for p, (value, checksum) in zip(self.pieces, values, strict=True)
         ]
         return RankDigest(
             parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
             rows=np.array(rows, dtype=np.uint64).reshape(-1, 5),
             **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )
+
+
+class SavedDigests:
+    """The digests that a save records, computed in any thread.
+
+    A checksum, which takes a tenth of the time, shows whether a part that another rank digests has the same bytes.
+
+    Args:
+        state: The live state of this rank.
+        held: Parts with the bytes that the save writes, by index: if the train loop continues before the save has
+            ended, all others are digested at once.
+        copies: The parts that other ranks have too, by index: whether another one digests it.
+        waits: Whether the train loop waits for the save.
+    """
+
+    def __init__(self, state: LiveState, held: Mapping[int, Piece], copies: Mapping[int, bool], *, waits: bool) -> None:
+        self._state = replace(state, pieces=[held.get(n, piece) for n, piece in enumerate(state.pieces)])
+        self._copies = copies
+        self._known = {n: self._one(n) for n in range(len(state.pieces)) if n not in held and not waits}
+
+    def compute(self) -> RankDigest:
+        """Return the digests of this rank."""
+        return self._state.digest([self._known.get(n) or self._one(n) for n in range(len(self._state.pieces))])
+
+    def _one(self, n: int) -> tuple[int, int]:
+        """Return the digest of a part, and its checksum as ``RankDigest.rows`` has it, if other ranks have the part."""
+        piece, is_copy = self._state.pieces[n], self._copies.get(n)
+        if is_copy is None:
+            return piece.digest(), NO_SUM
+        checksum = crc32(as_array(piece.tensor).reshape(-1).view(np.uint8).data)
+        return (0, checksum | COPY) if is_copy else (piece.digest(), checksum)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
