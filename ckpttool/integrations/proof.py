@@ -172,12 +172,7 @@ def prove(  # noqa: PLR0913  public API
     return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 
 
-def prove_state(
-    subject: Callable[[], LiveState],
-    checkpoint: Checkpoint,
-    ranks: Ranks,
-    scope: Scope,
-) -> Proof:
+def prove_state(subject: Callable[[], LiveState], checkpoint: Checkpoint, ranks: Ranks, scope: Scope) -> Proof:
     """Compare the live state of all ranks with a checkpoint; errors as for ``prove``.
 
     Args:

@@ -187,25 +187,20 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     left_out = [(part, verdict) for part, verdict in verdicts if isinstance(verdict, LeftOut)]
     gathered = [one for one in merged.mismatches if one.problem == UNLIKE]
     apart = [one for one in merged.mismatches if one.problem != UNLIKE]
-    told_by_ranks = {(one.key, one.name) for one in apart}
+    told_by_ranks = {one[:2] for one in apart}
     mismatches = once(
         (part.item, verdict, other_values(part.saved, part.live))
         for part, verdict in verdicts
         if isinstance(verdict, str) and verdict and (part.item.key, part.item.owner) not in told_by_ranks
     )
-    told = {(one.key, one.name) for one in mismatches}
+    told = {one[:2] for one in mismatches}
     compared = {
         part.item: part.saved
         for part, verdict in verdicts
         if isinstance(verdict, str) or verdict.reason in {Reason.CAST, Reason.ROUNDED}
     }
     return Comparison(
-        mismatches=[
-            *apart,
-            *sides.misshapen,
-            *mismatches,
-            *(one for one in gathered if (one.key, one.name) not in told),
-        ],
+        mismatches=[*apart, *sides.misshapen, *mismatches, *(one for one in gathered if one[:2] not in told)],
         notes=_notes([*sides.left_out(), *(verdict for _, verdict in left_out)]),
         rounded={part.item.name: str(part.live) for part, verdict in left_out if verdict.reason is Reason.ROUNDED},
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
@@ -244,12 +239,7 @@ class _Sides:
     """
 
     def __init__(
-        self,
-        saved: StateDigest,
-        merged: Merged,
-        ranks: Sequence[RankDigest],
-        checkpoint: Checkpoint,
-        scope: Scope,
+        self, saved: StateDigest, merged: Merged, ranks: Sequence[RankDigest], checkpoint: Checkpoint, scope: Scope
     ) -> None:
         self.scope, self.checkpoint, self.merged, self.ranks = scope, checkpoint, merged, ranks
         self.recorded = checkpoint.digests is not None

@@ -509,20 +509,13 @@ def piece_of(key: str, name: str, tensor: Any) -> Piece:
     if not hasattr(tensor, "placements"):
         return Piece(key, name, tensor, shape, 0)
     mesh = tensor.device_mesh
-    placements = [
-        MeshPlacement(None)
-        if kind.is_replicate()
-        else MeshPlacement(kind.dim, getattr(kind, "split_factor", 0))
-        if hasattr(kind, "dim")
-        else None
-        for kind in tensor.placements
-    ]
-    if None in placements:
+    if not all(kind.is_replicate() or hasattr(kind, "dim") for kind in tensor.placements):
         problem = f"is distributed as {list(tensor.placements)}: partial sums are not a value"
         raise ArgumentError(name, problem, "digest it after it is reduced")
+    cuts = (MeshPlacement(getattr(kind, "dim", None), getattr(kind, "split_factor", 0)) for kind in tensor.placements)
     own = DeviceMesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), mesh.device_type, "")
     ranks = Mesh(own, tuple(mesh.mesh.flatten().tolist()), tuple(mesh.get_coordinate() or ()))
-    block = DTensor(None, shape, tuple(placements), ranks).block()  # type: ignore[arg-type]  # the layout alone
+    block = DTensor(None, shape, tuple(cuts), ranks).block()  # type: ignore[arg-type]  # the layout alone
     local = tensor.to_local()
     if block is None or block[1] != tuple(local.shape):
         problem = f"has a part of {list(local.shape)} elements on this rank, which its placements do not explain"
