@@ -42,7 +42,8 @@ def test_parts_add_up_and_replicas_count_once() -> None:
     ],
 )
 def test_contradictions_of_ranks_are_named(ranks: list[RankDigest], told: str) -> None:
-    assert list(map(str, merge(ranks).mismatches)) == [told]
+    (found,) = merge(ranks).mismatches
+    assert (str(found), found.of_values) == (told, "which have the same part" in told)
 
 
 def _with_sum(digest: int, checksum: int) -> RankDigest:
@@ -118,3 +119,29 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
         fields = [name for name in RankDigest.__dataclass_fields__ if name != "rows"]
         assert {name: getattr(again, name) for name in fields} == {name: getattr(rank, name) for name in fields}
     assert both[0].groups is both[1].groups, "ranks that sent the same text share the objects"
+
+
+def _with_state(*rows: tuple[str, int, int], low: int = 1) -> RankDigest:
+    """Return a rank with parts of two states of one tensor of four elements: state, place and elements of each."""
+    parts = [Part(key, "a", "F32", (4,)) for key, _, _ in rows]
+    table = [[place, numel, low, 1, NO_SUM] for _, place, numel in rows]
+    return RankDigest(parts=parts, rows=np.array(table, dtype=np.uint64))
+
+
+def test_each_rank_has_the_same_elements_of_a_weight_and_of_its_states() -> None:
+    whole = [_with_state(("weights", at, 2), ("exp_avg", at, 2)) for at in (0, 2)]
+    assert merge(whole).mismatches == []
+    cut = [_with_state(("weights", 0, 2), ("exp_avg", 0, 1)), _with_state(("weights", 2, 2), ("exp_avg", 1, 3))]
+    told = ["exp_avg of a has other elements than the weights on ranks 0, 1"]
+    assert list(map(str, merge(cut).mismatches)) == told
+    lacking = [_with_state(("weights", 0, 4), ("exp_avg", 0, 4)), _with_state(("weights", 0, 4))]
+    assert list(map(str, merge(lacking).mismatches)) == ["exp_avg of a is missing on rank 1"]
+    assert merge(lacking, whole=False).mismatches == []
+
+
+def test_a_weight_that_is_gathered_has_the_values_of_its_partitions() -> None:
+    for places in ((0, 4), (0, 2)):
+        rank = _with_state(("weights", *places), ("gathered", 0, 4))
+        other = [_with_state(("weights", 2, 2), low=5)] if places == (0, 2) else []
+        found = [str(one) for one in merge([rank, *other], whole=False).mismatches]
+        assert found == (["weights of a is not the same gathered and partitioned"] if other else [])
