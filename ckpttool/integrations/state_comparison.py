@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.analysis.digest import not_read
 from ckpttool.digests import kind_of
@@ -115,12 +115,10 @@ class LeftOut(NamedTuple):
     """More of the reason."""
 
 
-_ASKED = LeftOut(Reason.ASKED)
-
-
-def _first(*rules: tuple[object, LeftOut | None]) -> LeftOut | None:
-    """Return the verdict of the first rule that holds, each a condition and a verdict; None if none holds."""
-    return next((verdict for holds, verdict in rules if holds), None)
+def _first(*rules: tuple[Any, ...]) -> LeftOut | None:
+    """Return the verdict of the first rule that holds: after its condition, the fields of ``LeftOut``, or None."""
+    rule = next((one for one in rules if one[0]), (True, None))
+    return None if rule[1] is None else LeftOut(*rule[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +278,7 @@ class _Sides:
             if key in saved.tensors and key != MOMENTUM and key in self.unproven and not self.weights_only
         ]
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
+        self.asked = scope.without | scope.without_names | self.unproven.keys() | self.shapeless
         self.saved_kinds, self.kinds = (set(map(_kind, values)) for values in of_both)
         then, now = tied_names(checkpoint.aliases), tied_names(self.aliases)
         self.members = {item.name for item in self.saved if item.kind == MEMBER}
@@ -375,20 +374,20 @@ class _Sides:
         scheduler = self.scheduler if kind == "scheduler" else ""
         absent = live is None and kind not in self.kinds
         return _first(
-            (self.scope.weights_only or not (self.trains or self.values), _ASKED),
-            (key == MICRO_BATCHES and saved is None, _ASKED),  # the live ones are named with their gradients
-            (key == MICRO_BATCHES, LeftOut(Reason.PENDING, pending)),
-            (kind in self.scope.without, LeftOut(Reason.NOT_RESTORED, kind)),
-            (scheduler, LeftOut(Reason.SCHEDULER, why=scheduler)),
-            (absent and key in _COUNTED, _ASKED),
-            (absent, LeftOut(Reason.NOT_PASSED, kind)),
+            (self.scope.weights_only or not (self.trains or self.values), Reason.ASKED),
+            (key == MICRO_BATCHES and saved is None, Reason.ASKED),  # the live ones are named with their gradients
+            (key == MICRO_BATCHES, Reason.PENDING, pending),
+            (kind in self.scope.without, Reason.NOT_RESTORED, kind),
+            (scheduler, Reason.SCHEDULER, "", scheduler),
+            (absent and key in _COUNTED, Reason.ASKED),
+            (absent, Reason.NOT_PASSED, kind),
             # Wrappers without ZeRO have fewer numbers.
-            (live is None and kind == SCALE and not part.ranks, LeftOut(Reason.NOT_PASSED, key)),
+            (live is None and kind == SCALE and not part.ranks, Reason.NOT_PASSED, key),
             (saved is None and key == SCALE, None),
-            (saved is None and kind == "rank_state" and not self.recorded, LeftOut(Reason.RANK_STATE)),
-            (saved is None and kind == "client_state" and not self.recorded, _ASKED),
-            (saved is None, LeftOut(Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind)),
-            (not part.counts, LeftOut(Reason.OF_LATER_RANKS, key)),
+            (saved is None and kind == "rank_state" and not self.recorded, Reason.RANK_STATE),
+            (saved is None and kind == "client_state" and not self.recorded, Reason.ASKED),
+            (saved is None, Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind),
+            (not part.counts, Reason.OF_LATER_RANKS, key),
         )
 
     def _weights(self, part: _Part) -> LeftOut | None:
@@ -398,15 +397,15 @@ class _Sides:
         trained = name in self.trained_now and not scope.weights_only
         may_be_rounded = key == WEIGHTS and (WEIGHTS in scope.rounds or not trained)
         return _first(
-            (name in scope.without_names or name in self.others, _ASKED),
-            (not part.counts, LeftOut(Reason.OF_SOME_RANKS, name, ranks)),
-            (key == MODULE and live is None, _ASKED),
-            (key == MODULE and MODULE in scope.without, LeftOut(Reason.COPIES_OF_TYPE, name)),
-            (key == MODULE and saved is None and self.recorded, LeftOut(Reason.COPIES_UNRECORDED, name)),
-            (key == MODULE and saved is None, LeftOut(Reason.COPIES_NOT_IN_FILES, name)),
-            (saved is None, LeftOut(Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name)),
-            (live is None and name in self.checkpoint.beside, LeftOut(Reason.BESIDE, name)),
-            (may_be_rounded and _is_rounded(saved, live), LeftOut(Reason.ROUNDED, name)),
+            (name in scope.without_names or name in self.others, Reason.ASKED),
+            (not part.counts, Reason.OF_SOME_RANKS, name, ranks),
+            (key == MODULE and live is None, Reason.ASKED),
+            (key == MODULE and MODULE in scope.without, Reason.COPIES_OF_TYPE, name),
+            (key == MODULE and saved is None and self.recorded, Reason.COPIES_UNRECORDED, name),
+            (key == MODULE and saved is None, Reason.COPIES_NOT_IN_FILES, name),
+            (saved is None, Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name),
+            (live is None and name in self.checkpoint.beside, Reason.BESIDE, name),
+            (may_be_rounded and _is_rounded(saved, live), Reason.ROUNDED, name),
         )
 
     def _of_optimizer(self, part: _Part) -> LeftOut | None:
@@ -418,24 +417,25 @@ class _Sides:
         frozen = live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)
         as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
         lost = live is None and not part.ranks
+        surplus = self._surplus(part) if saved is None else None
         return _first(
-            (scope.weights_only or (self.weights_only and not self.members), _ASKED),
-            (self.weights_only and scope.without_optimizer, LeftOut(Reason.WITHOUT_OPTIMIZER)),
-            (self.weights_only, LeftOut(Reason.NO_OPTIMIZER)),
-            ({key, name} & (scope.without | scope.without_names | self.unproven.keys() | self.shapeless), _ASKED),
-            (key in scope.rounds, LeftOut(Reason.ROUNDED_STATES, key)),
-            (name in scope.without_states_of, LeftOut(Reason.JOINED, name) if joined else _ASKED),
-            (kind == MEMBER and {live, saved} == {FROZEN, None}, _ASKED),
-            (unknown, _ASKED if never_trained else LeftOut(Reason.MAYBE_TRAINED, name)),
-            (name in self.frozen and frozen, LeftOut(Reason.FROZEN, name)),
-            (kind == OPTION and {"groups", key} & scope.without, LeftOut(Reason.OPTIONS)),
+            (scope.weights_only or (self.weights_only and not self.members), Reason.ASKED),
+            (self.weights_only and scope.without_optimizer, Reason.WITHOUT_OPTIMIZER),
+            (self.weights_only, Reason.NO_OPTIMIZER),
+            ({key, name} & self.asked, Reason.ASKED),
+            (key in scope.rounds, Reason.ROUNDED_STATES, key),
+            (name in scope.without_states_of, Reason.JOINED if joined else Reason.ASKED, name),
+            (kind == MEMBER and {live, saved} == {FROZEN, None}, Reason.ASKED),
+            (unknown, Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name),
+            (name in self.frozen and frozen, Reason.FROZEN, name),
+            (kind == OPTION and {"groups", key} & scope.without, Reason.OPTIONS),
             # One side has it partitioned like the weights.
-            (kind == STATE and key in as_values, LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)),
-            (kind == TYPE and (None in {saved, live} or saved == PYTHON), _ASKED),
-            (saved is None, self._surplus(part)),
+            (kind == STATE and key in as_values, Reason.OF_RANKS, key, OF_OTHER_FORM),
+            (kind == TYPE and (None in {saved, live} or saved == PYTHON), Reason.ASKED),
+            (saved is None, *(surplus or (None,))),
             # MEMBER names parameters in no group.
-            (lost and kind == OPTION, LeftOut(Reason.NOT_LIVE, key) if name in self.trained_now else _ASKED),
-            (kind == MEMBER and name not in self.weights_now, _ASKED),
+            (lost and kind == OPTION, Reason.NOT_LIVE if name in self.trained_now else Reason.ASKED, key),
+            (kind == MEMBER and name not in self.weights_now, Reason.ASKED),
         )
 
     def _surplus(self, part: _Part) -> LeftOut | None:
@@ -446,16 +446,16 @@ class _Sides:
         shapes = {
             one.shape for one in (live, self.first.get(Item(STATE, WEIGHTS, name))) if isinstance(one, TensorDigest)
         }
-        zeros = LeftOut(Reason.ZEROS, f"{key} of {name}") if is_zero else None  # a first step may make them
+        zeros = Reason.ZEROS if is_zero else None  # a first step may make them
         return _first(
-            (not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)), _ASKED),
+            (not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)), Reason.ASKED),
             (part.ranks, None),
-            (kind == OPTION, LeftOut(Reason.NOT_RECORDED, key) if name in self.trained else _ASKED),
-            (is_tensor and self.shapeless, LeftOut(Reason.NOT_RECORDED, key)),  # perhaps in a state of another layout
-            (is_tensor and not is_zero and len(shapes) > 1, LeftOut(Reason.OTHER_SHAPE, key)),
-            (is_tensor, zeros),
-            (kind == STATE and key not in self.record.numbers, LeftOut(Reason.NOT_RECORDED, key)),
-            (kind == STATE, zeros if name in self.trained else _ASKED),
+            (kind == OPTION, Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key),
+            (is_tensor and self.shapeless, Reason.NOT_RECORDED, key),  # perhaps in a state of another layout
+            (is_tensor and not is_zero and len(shapes) > 1, Reason.OTHER_SHAPE, key),
+            (is_tensor, zeros, f"{key} of {name}"),
+            (kind == STATE and key not in self.record.numbers, Reason.NOT_RECORDED, key),
+            (kind == STATE, zeros if name in self.trained else Reason.ASKED, f"{key} of {name}"),
         )
 
     def _difference(self, part: _Part) -> LeftOut | str:
