@@ -732,6 +732,18 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
     assert [high << 64 | low for _, _, low, high, _ in rows] == before
 
 
+def test_weights_that_a_cast_rounds_are_compared_after_it(tmp_path: Path) -> None:
+    net = Small()
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=False, step=1)
+    net.bfloat16()
+    proof = ckpttool.prove(net, tmp_path, weights_only=True)
+    assert any("weights that the cast to a narrower type rounds" in note for note in proof.unproven)
+    with torch.no_grad():
+        next(net.parameters()).view(-1)[0] += 1
+    with pytest.raises(ckpttool.ProofError, match="other values than were saved"):
+        ckpttool.prove(net, tmp_path, weights_only=True)
+
+
 def test_several_threads_digest_the_same() -> None:
     before, rows = torch.get_num_threads(), []
     state = live_state(Small())
