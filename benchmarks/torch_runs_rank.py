@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
-from ckpttool.integrations.torch import chunks
+from ckpttool.integrations.torch import chunks, live
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +92,12 @@ def main() -> None:
     own = dist.new_group(backend="gloo")  # torch saves in a thread, whose collectives meet no others there
     model, optimizer = build(kind, parameters)
     inner = model.module if kind == "ddp" else model
-    digests = chunks._Digests
+    digests = live.SavedDigests
 
     def ours(out: Path, *, digested: bool = True) -> None:
-        chunks._Digests = digests if digested else lambda *_, **__: None  # type: ignore[misc,assignment]
+        chunks.SavedDigests = digests if digested else lambda *_, **__: None  # type: ignore[assignment,attr-defined]
         ckpttool.CheckpointManager(out).save(model, optimizer=optimizer, step=1)
-        chunks._Digests = digests  # type: ignore[misc]
+        chunks.SavedDigests = digests  # type: ignore[attr-defined]
 
     def state() -> dict[str, Any]:
         weights, states = get_state_dict(inner, optimizer)

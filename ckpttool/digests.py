@@ -74,6 +74,9 @@ def digest(values: NDArray[Any], first: int = 0) -> int:
         values: The elements: one dimension, contiguous.
         first: Index of the first one in the whole tensor, in C order.
     """
+    if values.dtype == np.float16 and len(values) > RUN_BLOCKS * BLOCK_WORDS:  # which are copied to widen them
+        starts = range(0, len(values), RUN_BLOCKS * BLOCK_WORDS)
+        return add(*(digest(values[start : start + starts.step], first + start) for start in starts))
     words, shift, per_element = _words(values)
     begin, total = first * per_element, np.zeros(LANES, dtype=np.uint64)
     done = min(len(words), -begin % BLOCK_WORDS)

@@ -142,14 +142,21 @@ def test_operations_of_an_accelerator_give_the_same_digest(dtype: str, starts: A
     shape = (11, 13, 17)
     own = (3, 13, 17) if starts in (0, 7, (2, 0, 0)) else (3, 4, 5)
     tensor = (torch.randn(own, generator=torch.Generator().manual_seed(0)) * 50).to(getattr(torch, dtype))
-    expected = live.digest_tensor(tensor, starts, shape)
+    expected = live.Piece("weights", "a", tensor, shape, starts).digest()
     assert live._on_device(tensor, starts, shape) == expected
-    assert expected != live.digest_tensor(tensor, 8, shape)
+    assert expected != live.Piece("weights", "a", tensor, shape, 8).digest()
 
 
 @pytest.mark.parametrize(
     "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)]
 )
 def test_a_digest_does_not_depend_on_strides(tensor: torch.Tensor) -> None:
-    shape = tuple(tensor.shape)
-    assert live.digest_tensor(tensor, 0, shape) == live.digest_tensor(tensor.contiguous(), 0, shape)
+    of_strides, contiguous = (
+        live.Piece("weights", "a", t, tuple(tensor.shape), 0).digest() for t in (tensor, tensor.contiguous())
+    )
+    assert of_strides == contiguous
+
+
+def test_a_long_run_of_half_precision_has_the_digest_of_its_values() -> None:
+    values = np.random.default_rng(0).standard_normal(digests.RUN_BLOCKS * digests.BLOCK_WORDS + 9).astype(np.float16)
+    assert digests.digest(values, 5) == digests.digest(values.astype(np.float32), 5)

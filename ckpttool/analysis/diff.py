@@ -116,18 +116,7 @@ class DiffReport(Shown):
         """Yield one row for each tensor that differs, then the verdict."""
         different = self.different
         if different:
-            rows = [
-                (
-                    d.name,
-                    d.state,
-                    d.kind,
-                    *(_side(d, i) for i in (0, 1)),
-                    f"{d.differing:,}" if d.kind == "values" else "",
-                    f"{d.max_abs:.3g}" if d.kind == "values" else "",
-                    f"{d.max_rel:.3g}" if d.kind == "values" else "",
-                )
-                for d in different
-            ]
+            rows = [_row(d) for d in different]
             right = ["differing", "max abs", "max rel"]
             yield Table(
                 ["tensor", "state", "differs in", "a", "b", "differing", "max abs", "max rel"],
@@ -151,6 +140,18 @@ class DiffReport(Shown):
             values = "" if self.others is None else f", other values that differ: {len(self.others)}"
             verdict = f"{len(different)} of {count} tensors differ{values} ({self.compared})"
         yield Line(verdict, color="green" if self.equal else "red")
+
+
+def _row(one: Difference) -> tuple[str, ...]:
+    numbers = f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}"
+    return (
+        one.name,
+        one.state,
+        one.kind,
+        _side(one, 0),
+        _side(one, 1),
+        *(numbers if one.kind == "values" else [""] * 3),
+    )
 
 
 def _side(difference: Difference, side: int) -> str:
@@ -215,50 +216,43 @@ def compare(  # noqa: PLR0913  the options of diff
 
 def _others(checkpoint: Checkpoint, sources: Sources, matches: Callable[[str], bool]) -> dict[Item, object]:
     """Return steps, hyper-parameters, scheduler, loss scale and client state; no containers."""
-    result: dict[Item, object] = {}
-
-    def add(name: str, value: object, parameter: str = "", inside: tuple[int, ...] = ()) -> None:
-        if isinstance(value, TensorRef):
-            value = _tensor_text(checkpoint, sources, value)
-        if isinstance(value, Opaque):
-            parts: Mapping[Any, object] = {
-                "args": value.args,
-                "state": value.state,
-                "items": value.items,
-                "appended": value.appended,
-            }
-            result[Item(OPTION, name, parameter)] = value.qualified_name
-            value = {key: part for key, part in parts.items() if part}
-        items = (
-            value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, SEQUENCES) else None
-        )
-        if items is None or id(value) in inside or len(inside) > MAX_DEPTH:
-            result[Item(OPTION, name, parameter)] = "None" if value is None else value if items is None else "..."
-        elif not value:
-            result[Item(OPTION, name, parameter)] = "empty"
-        else:
-            for key, part in items:
-                add(
-                    f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]",
-                    part,
-                    parameter,
-                    (*inside, id(value)),
-                )
-        if len(result) > MAX_VALUES:
-            problem = f"holds more than {MAX_VALUES:,} values besides its tensors"
-            raise LayoutError(checkpoint.location, problem, "compare without all", ("all",))
-
-    for name in ("step", "samples", "skipped_steps", "scheduler", "data_states", "loss_scaler", "client_state"):
-        value = getattr(checkpoint, name)
-        if value is not None and value != {}:
-            add(name, value)
+    names = ("step", "samples", "skipped_steps", "scheduler", "data_states", "loss_scaler", "client_state")
+    given = [Item(OPTION, name) for name in names]
+    values = {item: value for item in given if (value := getattr(checkpoint, item.key)) is not None and value != {}}
     parameters = {p.name: p for p in checkpoint.parameters}
     for group in checkpoint.groups:
         for name in filter(matches, group.parameters):
             numbers = {**group.scalars, **(parameters[name].numbers if name in parameters else {})}
-            for key, value in (dict(group.hyperparameters) | {k: n.value for k, n in numbers.items()}).items():
-                add(key, value, name)
+            own = {**group.hyperparameters, **{key: number.value for key, number in numbers.items()}}
+            values.update((Item(OPTION, key, name), value) for key, value in own.items())
+    result: dict[Item, object] = {}
+    for item, value in values.items():
+        for key, part in _flat(checkpoint, sources, item.key, value):
+            result[item._replace(key=key)] = part
+            if len(result) > MAX_VALUES:
+                problem = f"holds more than {MAX_VALUES:,} values besides its tensors"
+                raise LayoutError(checkpoint.location, problem, "compare without all", ("all",))
     return result
+
+
+def _flat(
+    checkpoint: Checkpoint, sources: Sources, name: str, value: Any, inside: tuple[int, ...] = ()
+) -> Iterator[tuple[str, object]]:
+    """Yield the parts of a value by name, without containers."""
+    if isinstance(value, TensorRef):
+        value = _tensor_text(checkpoint, sources, value)
+    if isinstance(value, Opaque):
+        yield name, value.qualified_name
+        value = {key: part for key in ("args", "state", "items", "appended") if (part := getattr(value, key))}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, SEQUENCES) else None
+    if items is None or id(value) in inside or len(inside) > MAX_DEPTH:
+        yield name, "None" if value is None else value if items is None else "..."
+    elif not value:
+        yield name, "empty"
+    else:
+        for key, part in items:
+            path = f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]"
+            yield from _flat(checkpoint, sources, path, part, (*inside, id(value)))
 
 
 def _tensor_text(checkpoint: Checkpoint, sources: Sources, tensor: TensorRef) -> str:

@@ -25,7 +25,6 @@ from ckpttool.model.selection import WEIGHTS, Content, contents
 from ckpttool.model.state_digest import (
     NOT_COMPARED,
     NOT_HYPERPARAMETERS,
-    OTHER_TYPE,
     PYTHON,
     STATE,
     Fact,
@@ -35,6 +34,7 @@ from ckpttool.model.state_digest import (
     TensorDigest,
     canonical,
     difference,
+    equal_values,
     leaves,
     paired,
 )
@@ -96,23 +96,23 @@ def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Dig
     Raises:
         StorageError: Reading failed, or a file changed meanwhile.
     """
-    held = contents(checkpoint)
-    found = tensor_digests(checkpoint, [*held, *module_copies(checkpoint)], jobs=jobs, advance=advance)
-    optimizer = [c for c in held if c.key != WEIGHTS]
-    tensors: dict[str, dict[str, TensorDigest]] = {}
-    for c in (*held, *module_copies(checkpoint)):
-        tensors.setdefault(c.key, {})[c.name] = found[c.key, c.name]
-    return Digest(
-        _joined({(c.key, c.name): found[c.key, c.name] for c in held if c.key == WEIGHTS}),
-        _joined({(c.key, c.name): found[c.key, c.name] for c in optimizer}) if optimizer else None,
-        tensors,
-    )
+    found = tensor_digests(checkpoint, _held(checkpoint), jobs=jobs, advance=advance)
+    weights = {names: one for names, one in found.items() if names[0] == WEIGHTS}
+    optimizer = {names: one for names, one in found.items() if names[0] not in {WEIGHTS, MODULE}}
+    return Digest(_joined(weights), _joined(optimizer) if optimizer else None, _by_state(found))
 
 
-def module_copies(checkpoint: Checkpoint) -> list[Content]:
-    """Return the copies that the module computes with, of the parameters that have masters too."""
+def _by_state(found: Mapping[tuple[str, str], TensorDigest]) -> dict[str, dict[str, TensorDigest]]:
+    result: dict[str, dict[str, TensorDigest]] = {}
+    for (key, name), one in found.items():
+        result.setdefault(key, {})[name] = one
+    return result
+
+
+def _held(checkpoint: Checkpoint) -> list[Content]:
+    """Return all tensors, and the copies that the module computes with, of the parameters that have masters too."""
     trained = [p for p in checkpoint.parameters if MODULE in p.states and MASTER in p.states]
-    return [Content(p.name, MODULE, p.states[MODULE]) for p in trained]
+    return [*contents(checkpoint), *(Content(p.name, MODULE, p.states[MODULE]) for p in trained)]
 
 
 def tensor_digests(
@@ -156,16 +156,13 @@ def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> Sta
         StorageError: Reading failed, or a file changed meanwhile.
     """
     rank, ranks = share
-    held = [*contents(checkpoint), *module_copies(checkpoint)]
-    tensors: dict[str, dict[str, TensorDigest]] = {}
+    held = _held(checkpoint)
     numbers: dict[str, dict[str, float]] = {}
     types: dict[str, dict[str, str]] = {}
     parameters = {p.name: p for p in checkpoint.parameters}
     with_number = [c for c in held if c.name in parameters and _is_number(c, parameters[c.name])]
     plain = [c for c in held if c not in with_number]
-    found = tensor_digests(checkpoint, plain[rank::ranks], jobs=None)
-    for c in plain[rank::ranks]:
-        tensors.setdefault(c.key, {})[c.name] = found[c.key, c.name]
+    tensors = _by_state(tensor_digests(checkpoint, plain[rank::ranks], jobs=None))
     if with_number:
         files = source_files(checkpoint)
         with Sources(files, checks_for(files, checkpoint, "read")) as sources:
@@ -257,12 +254,12 @@ def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: i
     numbers = [{(k, p.name): n.value for p in c.parameters for k, n in c.numbers(p).items()} for c in (source, written)]
     both = [key for key in numbers[0] if key in numbers[1]]  # not all formats have all of them
     _check_same(directory, *({key: canonical(own[key]) for key in both} for own in numbers))
-    expected, found = (digest(c, jobs=jobs, advance=lambda _: None) for c in (source, written))
     tensors = [
-        {(k, n): t for k, own in d.tensors.items() if k != MODULE for n, t in own.items()} for d in (expected, found)
+        {names: one for names, one in tensor_digests(c, _held(c), jobs=jobs).items() if names[0] != MODULE}
+        for c in (source, written)
     ]
     _check_same(directory, *tensors)
-    return found.weights
+    return _joined({names: one for names, one in tensors[1].items() if names[0] == WEIGHTS})
 
 
 def same_weights(
@@ -289,16 +286,12 @@ def same_weights(
 def _check_same(
     directory: str, source: Mapping[tuple[str, str], Fact], written: Mapping[tuple[str, str], Fact]
 ) -> None:
-    """Check that an output has the items of the source, by key and name; equal values may have another type.
-
-    Raises:
-        LayoutError: It has not.
-    """
+    """Check that an output has the items of the source, by key and name; equal values may have another type."""
     a, b = ({Item(STATE, *names): fact for names, fact in own.items()} for own in (source, written))
     found = [
-        Mismatch(item.key, item.name, problem)
+        Mismatch(item.key, item.name, difference(own, other))
         for item, own, other in paired(a, b, {})
-        if (problem := difference(own, other)) and not problem.startswith(OTHER_TYPE)
+        if not equal_values(own, other)
     ]
     if found:
         more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""

@@ -7,23 +7,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.digest import state_digest, tensor_digests
+from ckpttool.analysis.extract import read_part
+from ckpttool.digests import kind_of
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, ProofError
-from ckpttool.execution.checks import checks_for
-from ckpttool.execution.sources import Sources
-from ckpttool.execution.state_reader import StateReader
 from ckpttool.formats import LIVE_ORDER, Opening, in_order, open_checkpoint, source_paths, source_storage
-from ckpttool.integrations.state_comparison import Scope, compare
+from ckpttool.integrations.state_comparison import Comparison, Scope, compare
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
 from ckpttool.model.names import with_names_of
-from ckpttool.model.rank_digest import APART, EXPERT, RankDigest, merge
+from ckpttool.model.rank_digest import EXPERT, RankDigest, merge
 from ckpttool.model.selection import contents, find
 from ckpttool.model.state_digest import (
-    OTHER_VALUES,
     WEIGHTS,
     Mismatch,
     StateDigest,
@@ -31,7 +29,6 @@ from ckpttool.model.state_digest import (
     canonical,
     difference,
 )
-from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import TIMEOUT, attempt
 
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
     from ckpttool.saving.coordination import Ranks
 
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
 HINT = "do not train on: build a new model and optimizer, and load again"
 SHOWN = 100
 """Most mismatches that an error lists."""
@@ -105,7 +101,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     ranks = ranks_of_process_group("digest", timeout)
 
     def decide(messages: list[Any]) -> dict[str, Any]:
-        merged = merge(_ranks_of(messages))
+        merged = merge(RankDigest.of_ranks(messages))
         if merged.contradictions:
             raise _error("live_digest", merged.contradictions)
         left_out = [f"{key}: {why}" for key, why in merged.unproven.items()]
@@ -176,12 +172,7 @@ def prove(  # noqa: PLR0913  public API
     return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 
 
-def prove_state(
-    subject: Callable[[], LiveState],
-    checkpoint: Checkpoint,
-    ranks: Ranks,
-    scope: Scope,
-) -> Proof:
+def prove_state(subject: Callable[[], LiveState], checkpoint: Checkpoint, ranks: Ranks, scope: Scope) -> Proof:
     """Compare the live state of all ranks with a checkpoint; errors as for ``prove``.
 
     Args:
@@ -200,7 +191,7 @@ def prove_state(
         order = [EXPERT.sub(r"\1N", name) for name in state.group_of] if LIVE_ORDER in named.remarks else []
         return {"live": state.digest().to_json(), "saved": saved, "order": canonical(order)}
 
-    def decide(messages: list[Any]) -> dict[str, Any]:
+    def decide(messages: list[Any]) -> Comparison:
         _, named = made.result()
         orders = [message["order"] for message in messages]
         if odd := next((rank for rank, order in enumerate(orders) if order != orders[0]), 0):
@@ -209,23 +200,16 @@ def prove_state(
             )
             raise PlanError(path, problem, "build the optimizer alike on all ranks, or leave it out")
         saved = _expected(named, [message["saved"] for message in messages])
-        found = compare(saved, _ranks_of([message["live"] for message in messages]), named, scope)
+        found = compare(saved, RankDigest.of_ranks([message["live"] for message in messages]), named, scope)
         if not found.mismatches and not found.tensors:
             raise PlanError(path, "has no tensor that the live state has: nothing is proven", "pass its model")
-        return {
-            "mismatches": [list(mismatch) for mismatch in found.mismatches[:SHOWN]],
-            "rounded": {name: str(one) for name, one in found.rounded.items()},
-            "tensors": found.tensors,
-            "states": found.states,
-            "notes": found.notes,
-        }
+        return found._replace(mismatches=found.mismatches[:SHOWN])
 
-    verdict = ranks.exchange(path, own, decide)
+    found = Comparison(*ranks.exchange(path, own, decide))
     state, checkpoint = made.result()
-    mismatches = [Mismatch(*one) for one in verdict["mismatches"]]
-    if not mismatches and verdict["rounded"]:
-        rounded = {name: TensorDigest.parse(text) for name, text in verdict["rounded"].items()}
-        mismatches = _compare_rounded(rounded, checkpoint, ranks)
+    mismatches = [Mismatch(*one) for one in found.mismatches]
+    if not mismatches and found.rounded:
+        mismatches = _compare_rounded(found.rounded, checkpoint, ranks)
     if mismatches:
         mismatches[0] = _located(mismatches[0], state, checkpoint, ranks)
         raise _error(path, mismatches)
@@ -233,10 +217,10 @@ def prove_state(
         path=path,
         step=checkpoint.step,
         ranks=ranks.size,
-        tensors=verdict["tensors"],
-        states=tuple(verdict["states"]),
+        tensors=found.tensors,
+        states=tuple(found.states),
         recorded=recorded,
-        unproven=tuple(verdict["notes"]),
+        unproven=tuple(found.notes),
         seconds=time.perf_counter() - began,
     )
 
@@ -244,19 +228,16 @@ def prove_state(
 def _with_names_of_state(
     subject: Callable[[], LiveState], checkpoint: Checkpoint, scope: Scope
 ) -> tuple[LiveState, Checkpoint]:
-    """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order.
-
-    Raises:
-        PlanError: The files number other parameters than the optimizer has.
-    """
+    """Return the live state of this rank, and the checkpoint by its names, with the optimizer's states in its order."""
     state = subject()
     of_optimizer = state.trains and not (scope.weights_only or scope.without_optimizer)
     ordered = in_order(checkpoint, [*state.group_of]) if of_optimizer and checkpoint.digests is None else checkpoint
     return state, with_names_of(ordered, {*(piece.name for piece in state.pieces), *state.aliases})
 
 
-def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, ranks: Ranks) -> list[Mismatch]:
+def _compare_rounded(rounded: Mapping[str, str], checkpoint: Checkpoint, ranks: Ranks) -> list[Mismatch]:
     """Compare weights that a run keeps in a narrower type than the save: they must equal the cast saved ones."""
+    live = {name: TensorDigest.parse(text) for name, text in rounded.items()}
     stored = {alias: checkpoint.aliases.get(alias, alias) for alias in live}
     there = {c.name: c for c in contents(checkpoint) if c.key == WEIGHTS}
 
@@ -267,32 +248,21 @@ def _compare_rounded(live: Mapping[str, TensorDigest], checkpoint: Checkpoint, r
         found = tensor_digests(checkpoint, tensors, jobs=None, dtypes=dtypes)
         return {name: str(one) for (_, name), one in found.items()}
 
-    def decide(messages: list[Any]) -> list[list[str]]:
+    def decide(messages: list[Any]) -> list[list[Any]]:
         saved = {name: TensorDigest.parse(text) for own in messages for name, text in own.items()}
         problems = {name: difference(one, live[name]) for name, one in saved.items()}
-        return [[WEIGHTS, name, problem] for name, problem in problems.items() if problem][:SHOWN]
+        return [[WEIGHTS, name, problem, True] for name, problem in problems.items() if problem][:SHOWN]
 
     found = ranks.exchange(checkpoint.location, own, decide)
     return [Mismatch(*one) for one in found]
 
 
-def _ranks_of(messages: Sequence[Mapping[str, str]]) -> list[RankDigest]:
-    parsed: dict[str, Any] = {}
-    return [RankDigest.from_json(message, parsed) for message in messages]
-
-
 def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
-    """Return the digests that the save recorded, or the digests of the files: each rank has computed a share.
-
-    Raises:
-        LayoutError: The manifest has digests of an unknown form.
-    """
+    """Return the digests that the save recorded, or the digests of the files: each rank has computed a share."""
     if checkpoint.digests is None:
         found = [StateDigest.from_json(share) for share in shares]
-        tensors: dict[str, dict[str, Any]] = {}
-        for one in found:
-            for key, own in one.tensors.items():
-                tensors.setdefault(key, {}).update(own)
+        keys = dict.fromkeys(key for one in found for key in one.tensors)
+        tensors = {key: {n: d for one in found for n, d in one.tensors.get(key, {}).items()} for key in keys}
         return replace(found[0], tensors=tensors)
     try:
         return StateDigest.from_json(checkpoint.digests)
@@ -305,7 +275,7 @@ def _expected(checkpoint: Checkpoint, shares: Sequence[Any]) -> StateDigest:
 
 def _located(problem: Mismatch, state: LiveState, checkpoint: Checkpoint, ranks: Ranks) -> Mismatch:
     """Return a mismatch of a tensor with the first rank and the elements that differ from the files."""
-    if not problem.problem.startswith((OTHER_VALUES, APART)):
+    if not problem.of_values:
         return problem
 
     def own() -> list[int] | None:
@@ -339,12 +309,9 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     name = next((n for n in (piece.name, checkpoint.aliases.get(piece.name, ""), *aliases) if n in own), piece.name)
     copied = piece.key == MODULE and MODULE not in own.get(name, ())  # ZeRO-3 makes the copies from the masters
     state = find(checkpoint, name, WEIGHTS if copied else piece.key)
-    files = source_files(checkpoint)
-    kind = numpy_dtype("F32" if piece.dtype in {"F16", "BF16"} else piece.dtype)
-    with Sources(files, checks_for(files, checkpoint, "off")) as sources:
-        chunks = (values for _, values in StateReader(sources).chunks(state))
-        parts = [(cast(values, piece.dtype) if copied else values).astype(kind) for values in chunks]
-    whole = np.concatenate(parts) if parts else np.empty(0, kind)
+    kind = numpy_dtype(kind_of(piece.dtype))
+    values = read_part(checkpoint, state, None).reshape(-1)
+    whole = (cast(values, piece.dtype) if copied else values).astype(kind)
     places = np.arange(whole.size)
     if isinstance(piece.starts, int):
         places = places[piece.starts : piece.starts + piece.tensor.numel()]
@@ -357,11 +324,7 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
 
 
 def _state_of(model: Any, optimizer: Any, scheduler: Any, extra: Any = None) -> LiveState:
-    """Return the live state of this rank.
-
-    Raises:
-        ArgumentError: An argument has another type.
-    """
+    """Return the live state of this rank."""
     optimizer = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if optimizer is not None and not optimizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.analysis.digest import not_read
 from ckpttool.digests import kind_of
@@ -22,7 +22,6 @@ from ckpttool.model.state_digest import (
     MICRO_BATCHES,
     NOT_COMPARED,
     OPTION,
-    OTHER_TYPE,
     PYTHON,
     SCALE,
     STATE,
@@ -39,10 +38,12 @@ from ckpttool.model.state_digest import (
     TensorDigest,
     canonical,
     difference,
+    equal_values,
     items_of_state,
     leaves,
+    once,
+    other_values,
     paired,
-    renamed,
     tied_names,
 )
 
@@ -114,6 +115,12 @@ class LeftOut(NamedTuple):
     """More of the reason."""
 
 
+def _first(*rules: tuple[Any, ...]) -> LeftOut | None:
+    """Return the verdict of the first rule that holds: after its condition, the fields of ``LeftOut``, or None."""
+    rule = next((one for one in rules if one[0]), (True, None))
+    return None if rule[1] is None else LeftOut(*rule[1:])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """The part of a state that was restored."""
@@ -134,15 +141,14 @@ class Scope:
     """True if the load converts types: equal values of another type are named, not refused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The result of a comparison."""
+class Comparison(NamedTuple):
+    """The result of a comparison, as JSON data."""
 
     mismatches: list[Mismatch]
     notes: list[str]
     """Parts that were not compared, as text."""
-    rounded: dict[str, TensorDigest]
-    """Live weights in a narrower type than the saved ones, which must equal these once they are cast."""
+    rounded: dict[str, str]
+    """The digests of live weights in a narrower type than the saved ones, which must equal them once they are cast."""
     tensors: int
     """Tensors compared."""
     states: list[str]
@@ -173,50 +179,30 @@ def compare(saved: StateDigest, ranks: Sequence[RankDigest], checkpoint: Checkpo
     Raises:
         PlanError: All weights have other names.
     """
-    live = merge(ranks)
-    aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
-    names = {*aliases, *(name for own in live.state.tensors.values() for name in own)}
-    # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
-    saved = renamed(saved, renames({name for own in saved.tensors.values() for name in own}, names))
-    _check_names(saved, names, checkpoint)
-    found: list[LeftOut] = []
-    if checkpoint.digests is None:
-        values, found = _of_files(_values_of(live), checkpoint)
-        saved = replace(saved, values={**saved.values, **values})
-    saved = replace(saved, aliases=checkpoint.aliases)
-    scheduler = next((one.why for one in found if one.reason is Reason.SCHEDULER), "")
-    sides = _Sides(saved, live, ranks, checkpoint, scope, aliases, scheduler)
-    found += sides.left_out()
-    mismatches: dict[tuple[str, str, str], Mismatch] = {}
-    gathered = [one for one in live.mismatches if one.problem == UNLIKE]
-    apart = [one for one in live.mismatches if one.problem != UNLIKE]
-    told_by_ranks = {(one.key, one.name) for one in apart}
-    rounded: dict[str, TensorDigest] = {}
-    compared: dict[Item, Fact | None] = {}
-    for part in sides.parts():
-        verdict = sides.verdict(part)
-        if isinstance(verdict, LeftOut):
-            found.append(verdict)
-            if verdict.reason is Reason.ROUNDED and isinstance(part.live, TensorDigest):
-                rounded[part.item.name] = part.live
-        elif verdict is not None and (verdict.key, verdict.name) not in told_by_ranks:
-            once = "" if part.item.kind == OPTION else verdict.name
-            mismatches.setdefault((verdict.key, once, verdict.problem), verdict)
-        if verdict is None or isinstance(verdict, Mismatch) or verdict.reason in {Reason.CAST, Reason.ROUNDED}:
-            compared[part.item] = part.saved
-    told = {(one.key, one.name) for one in mismatches.values()}
-    states = dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})
+    merged = merge(ranks)
+    sides = _Sides(saved, merged, ranks, checkpoint, scope)
+    verdicts = [(part, sides.verdict(part)) for part in sides.parts()]
+    left_out = [(part, verdict) for part, verdict in verdicts if isinstance(verdict, LeftOut)]
+    gathered = [one for one in merged.mismatches if one.problem == UNLIKE]
+    apart = [one for one in merged.mismatches if one.problem != UNLIKE]
+    told_by_ranks = {one[:2] for one in apart}
+    mismatches = once(
+        (part.item, verdict, other_values(part.saved, part.live))
+        for part, verdict in verdicts
+        if isinstance(verdict, str) and verdict and (part.item.key, part.item.owner) not in told_by_ranks
+    )
+    told = {one[:2] for one in mismatches}
+    compared = {
+        part.item: part.saved
+        for part, verdict in verdicts
+        if isinstance(verdict, str) or verdict.reason in {Reason.CAST, Reason.ROUNDED}
+    }
     return Comparison(
-        mismatches=[
-            *apart,
-            *sides.misshapen,
-            *mismatches.values(),
-            *(one for one in gathered if (one.key, one.name) not in told),
-        ],
-        notes=_notes(found),
-        rounded=rounded,
+        mismatches=[*apart, *sides.misshapen, *mismatches, *(one for one in gathered if one[:2] not in told)],
+        notes=_notes([*sides.left_out(), *(verdict for _, verdict in left_out)]),
+        rounded={part.item.name: str(part.live) for part, verdict in left_out if verdict.reason is Reason.ROUNDED},
         tensors=sum(isinstance(one, TensorDigest) for one in compared.values()),
-        states=list(states),
+        states=list(dict.fromkeys(_told_as(item) for item in compared if item.kind not in {MEMBER, TIE})),
     )
 
 
@@ -234,97 +220,78 @@ def _notes(found: Iterable[LeftOut]) -> list[str]:
             names.setdefault((one.reason, one.why), {})[one.name] = None
     return [
         reason.value.format(
-            names=", ".join(own), first=next(iter(own)), count=f"{len(own):,}", why=why, tensors=_tensors(len(own))
+            names=", ".join(own),
+            first=next(iter(own)),
+            count=f"{len(own):,}",
+            why=why,
+            tensors=f"{len(own):,} tensor{'s' * (len(own) != 1)}",
         )
         for (reason, why), own in sorted(names.items(), key=lambda one: order.index(one[0][0]))
     ]
 
 
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'s' * (count != 1)}"
-
-
-def _check_names(saved: StateDigest, live: set[str], checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint has any weight of the live model.
-
-    Raises:
-        PlanError: All have other names.
-    """
-    names = [*saved.tensors.get(WEIGHTS, {}), *checkpoint.aliases]
-    if names and not live.intersection(names):
-        problem = f"has weights of other names, such as {printable(names[0])}"
-        raise PlanError(checkpoint.location, problem, "pass its model; a state dict must have the key model, or none")
-
-
 class _Sides:
     """A saved state and the live one, and the rules by which their items are compared.
 
-    Args:
-        saved: The saved state.
-        live: The live state.
-        ranks: Its ranks.
-        checkpoint: The checkpoint.
-        scope: The restored part.
-        aliases: Other names of tied parameters in the live state.
-        scheduler: Why the scheduler's state was not found; "" if it was, or if there is none.
+    A rule returns why a part is left out, or how it differs as text: "" if it is equal.
     """
 
     def __init__(
-        self,
-        saved: StateDigest,
-        live: Merged,
-        ranks: Sequence[RankDigest],
-        checkpoint: Checkpoint,
-        scope: Scope,
-        aliases: Mapping[str, str],
-        scheduler: str,
+        self, saved: StateDigest, merged: Merged, ranks: Sequence[RankDigest], checkpoint: Checkpoint, scope: Scope
     ) -> None:
-        self.scope, self.checkpoint, self.scheduler = scope, checkpoint, scheduler
-        self.state, self.record = live.state, saved
-        self.holders, self.ranks, self.spread, self.aliases = live.holders, len(ranks), live.spread, aliases
+        self.scope, self.checkpoint, self.merged, self.ranks = scope, checkpoint, merged, ranks
         self.recorded = checkpoint.digests is not None
+        self.aliases = {alias: name for own in ranks for alias, name in own.aliases.items()}
+        names = {*self.aliases, *(name for own in merged.state.tensors.values() for name in own)}
+        # The names of the checkpoint are the model's already, where wrappers make them different, but not a record's.
+        new = renames({name for own in saved.tensors.values() for name in own}, names)
+        self.first = items_of_state(merged.state)
+        self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
+        self.live = {**{item: {fact: ()} for item, fact in self.first.items()}, **merged.apart}
+        self.values = {item.key: None for item in self.live if item.kind == VALUE}
+        of_files, self.of_files = ({}, []) if self.recorded else _of_files(self.values, checkpoint)
+        self.record = replace(saved, values={**saved.values, **of_files}, aliases=checkpoint.aliases)
+        self.saved = {
+            item if item.kind == TIE else item._replace(name=new.get(item.name, item.name)): fact
+            for item, fact in items_of_state(self.record).items()
+        }
+        weights = [*(item.name for item in self.saved if item[:2] == (STATE, WEIGHTS)), *checkpoint.aliases]
+        if weights and not names.intersection(weights):
+            path, problem = checkpoint.location, f"has weights of other names, such as {printable(weights[0])}"
+            raise PlanError(path, problem, "pass its model; a state dict must have the key model, or none")
+        of_both = (self.record.values, self.values)
+        keys, keys_now = ({name for name in values if _kind(name) == "scheduler"} for values in of_both)
+        other = "another class saved its state" if keys - keys_now and keys_now - keys else ""
+        self.scheduler = next((one.why for one in self.of_files if one.reason is Reason.SCHEDULER), other)
         self.trains = any(own.trains for own in ranks)
         self.frozen = {name for own in ranks for name in own.frozen}
-        self.ungrouped = sorted({name for own in ranks for name in own.ungrouped})
         self.others = sorted({name for own in ranks for name in own.others})
-        self.pending = [*dict.fromkeys(own.pending for own in ranks if own.pending)]
         self.weights_only = scope.weights_only or scope.without_optimizer or not self.trains
-        self.live: dict[Item, Mapping[Fact | None, Sequence[int]]]
-        self.live = {**{item: {fact: ()} for item, fact in items_of_state(live.state).items()}, **live.apart}
-        self.saved = items_of_state(saved)
         self.unnamed = self._masters_without_name()
         self._name_nested_states()
         # What was the same on all ranks at the save must be so now.
         common = {item.key for item in self.saved if item.kind == OPTION} | saved.numbers.keys()
-        self.unproven = {k: why for k, why in live.unproven.items() if k not in common or self.weights_only}
+        self.unproven = {k: why for k, why in merged.unproven.items() if k not in common or self.weights_only}
         self.misshapen = [
             Mismatch(key, "", f"is not partitioned like the weights{on_ranks(ranks)}, and was at the save")
-            for key, ranks in live.other_forms.items()
+            for key, ranks in merged.other_forms.items()
             if key in saved.tensors and key != MOMENTUM and key in self.unproven and not self.weights_only
         ]
         self.shapeless = {t.rpartition(": ")[2] for t in checkpoint.nonpartitionable if not self.recorded}
-        self.values = _values_of(live)
-        self.kinds, self.saved_kinds = (set(map(_kind, values)) for values in (self.values, saved.values))
-
-        def named(
-            items: Iterable[Item], tied: Mapping[str, Sequence[str]], *kinds: str, of_optimizer: bool
-        ) -> set[str]:
-            odd = {i for i in items if i.kind in kinds and (i.kind == STATE and i.key in _COPIES) == of_optimizer}
-            found = {i.name for i in items if i.kind in kinds and i not in odd}
-            return found.union(*(tied.get(name, ()) for name in found))
-
-        then, now = tied_names(saved.aliases), tied_names(aliases)
-        self.pairs = paired(self.saved, self.live, tied_names(saved.aliases, aliases))
-        self.with_states = named(self.saved, {}, STATE, of_optimizer=True)
-        self.trained = named(self.saved, then, STATE, MEMBER, of_optimizer=True)
-        self.weights = named(self.saved, then, STATE, of_optimizer=False)
-        self.trained_now = named(self.live, now, MEMBER, of_optimizer=True)
-        self.weights_now = named(self.live, now, STATE, of_optimizer=False)
-        self.may_differ = {*(live.state.differing or ())}
-        self.may_differ &= self.may_differ if saved.differing is None else saved.differing
-        now_alike = (saved.differing or frozenset()) - self.may_differ
-        values = frozenset() if self.scope.weights_only else self.values.keys()
-        self.first_ranks = sorted(now_alike & {*self.weights_now, *values})
+        self.asked = scope.without | scope.without_names | self.unproven.keys() | self.shapeless
+        self.saved_kinds, self.kinds = (set(map(_kind, values)) for values in of_both)
+        then, now = tied_names(checkpoint.aliases), tied_names(self.aliases)
+        self.members = {item.name for item in self.saved if item.kind == MEMBER}
+        self.with_states = {item.name for item in self.saved if item.kind == STATE and not _is_weight(item)}
+        self.trained = _with_tied(self.with_states | self.members, then)
+        self.weights = _with_tied({item.name for item in self.saved if _is_weight(item)}, then)
+        self.trained_now = _with_tied({item.name for item in self.live if item.kind == MEMBER}, now)
+        self.weights_now = _with_tied({item.name for item in self.live if _is_weight(item)}, now)
+        differed = frozenset(new.get(name, name) for name in saved.differing or ())
+        self.may_differ = {*(merged.state.differing or ())}
+        self.may_differ &= self.may_differ if saved.differing is None else differed
+        values = frozenset() if scope.weights_only else self.values.keys()
+        self.first_ranks = sorted((differed - self.may_differ) & {*self.weights_now, *values})
 
     def _masters_without_name(self) -> set[str]:
         """Take the weights in files without ZeRO for module copies where the live run has these.
@@ -333,9 +300,9 @@ class _Sides:
         """
         found = set()
         for name, one in self.record.tensors.get(WEIGHTS, {}).items() if self.checkpoint.native else ():
-            there, copy = (self.state.tensors.get(key, {}).get(name) for key in (WEIGHTS, MODULE))
-            if not self.recorded and there is not None and copy is not None and _is_rounded(there, one):
-                self.saved.setdefault(Item(STATE, MODULE, name), self.saved.pop(Item(STATE, WEIGHTS, name)))
+            master, copy = Item(STATE, WEIGHTS, name), Item(STATE, MODULE, name)
+            if not self.recorded and copy in self.first and _is_rounded(self.first.get(master), one):
+                self.saved.setdefault(copy, self.saved.pop(master))
                 found.add(name)
         return found
 
@@ -351,16 +318,17 @@ class _Sides:
 
     def left_out(self) -> list[LeftOut]:
         """Return the parts that are left out whole."""
-        found = [LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items()]
-        found += [LeftOut(Reason.PENDING, text) for text in self.pending]
+        found = [*self.of_files, *(LeftOut(Reason.OF_RANKS, key, why) for key, why in self.unproven.items())]
+        found += [LeftOut(Reason.PENDING, own.pending) for own in self.ranks if own.pending]
         found += [LeftOut(Reason.NO_TENSORS, name) for name in self.others]
-        found += [LeftOut(Reason.SPREAD, name) for name in self.spread]
+        found += [LeftOut(Reason.SPREAD, name) for name in self.merged.spread]
         found += [LeftOut(Reason.FIRST_RANKS, name) for name in self.first_ranks]
         if self.scope.weights_only:
             found.append(LeftOut(Reason.WEIGHTS_ONLY))
         if not self.weights_only:
-            found += [LeftOut(Reason.NO_GROUP, name) for name in self.ungrouped]
-            if not self.record.group_of:
+            ungrouped = {name for own in self.ranks for name in own.ungrouped}
+            found += [LeftOut(Reason.NO_GROUP, name) for name in sorted(ungrouped)]
+            if not self.members:
                 why = self.checkpoint.left_out or "ckpttool reads none in this checkpoint"
                 found.append(LeftOut(Reason.NO_STATES, why=why))
             found += [LeftOut(Reason.OTHER_SHAPE, key) for key in sorted(self.shapeless)]
@@ -370,7 +338,7 @@ class _Sides:
 
     def parts(self) -> Iterable[_Part]:
         """Yield all items of both sides."""
-        for item, saved, found in self.pairs:
+        for item, saved, found in paired(self.saved, self.live, tied_names(self.checkpoint.aliases, self.aliases)):
             live = found or {None: ()}
             first = next((own for own, ranks in live.items() if not ranks or 0 in ranks), None)
             if (item.name or item.key) not in self.may_differ:
@@ -380,156 +348,133 @@ class _Sides:
             else:
                 yield _Part(item, saved, first)
 
-    def verdict(self, part: _Part) -> LeftOut | Mismatch | None:
-        """Return why a part is left out, or how it differs, or None if it is equal."""
-        kind, key, _ = part.item
-        of_weights = kind == STATE and key in _COPIES
+    def verdict(self, part: _Part) -> LeftOut | str:
+        """Return the verdict on a part."""
+        kind = part.item.kind
         if kind == TIE:
             return self._tie(part)
-        left_out = self._value if kind == VALUE else self._weights if of_weights else self._of_optimizer
-        return left_out(part) or self._difference(part)
+        rule = self._value if kind == VALUE else self._weights if _is_weight(part.item) else self._of_optimizer
+        return rule(part) or self._difference(part)
 
-    def _tie(self, part: _Part) -> LeftOut | Mismatch | None:
+    def _tie(self, part: _Part) -> LeftOut | str:
         """Return what became of a tie: a load into a model without it gives both parameters the saved values."""
         name = part.item.name
         if part.live is None and part.ranks:
-            return Mismatch(WEIGHTS, name, f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks")
+            return f"is a parameter of its own{on_ranks(part.ranks)}, and tied on other ranks"
         undone = part.live is None and {name, self.record.aliases.get(name, name)} <= self.weights_now
         both = {name, self.aliases.get(name, name)}  # files may have a tied parameter twice
-        made = part.saved is None and both <= (self.weights if self.recorded else self.record.group_of.keys())
+        made = part.saved is None and both <= (self.weights if self.recorded else self.members)
         return LeftOut(Reason.TIES if undone or made else Reason.ASKED, name)
 
     def _value(self, part: _Part) -> LeftOut | None:
         """Return why a counter, or a value of the scheduler, the loss scale or another state, is not compared."""
-        key, kind = part.item.key, _kind(part.item.key)
-        if self.scope.weights_only or not (self.trains or self.values):
-            return LeftOut(Reason.ASKED)
-        if key == MICRO_BATCHES:  # the live ones are named with their gradients
-            why = f"the gradients of {part.saved} micro batches since the last step before the save"
-            return LeftOut(Reason.ASKED) if part.saved is None else LeftOut(Reason.PENDING, why)
-        if kind in self.scope.without:
-            return LeftOut(Reason.NOT_RESTORED, kind)
-        if kind == "scheduler" and (why := self.scheduler or self._other_scheduler()):
-            return LeftOut(Reason.SCHEDULER, why=why)
-        if part.live is None and kind not in self.kinds:
-            return LeftOut(Reason.ASKED if key in _COUNTED else Reason.NOT_PASSED, kind)
-        if part.live is None and kind == SCALE and not part.ranks:  # wrappers without ZeRO have fewer numbers
-            return LeftOut(Reason.NOT_PASSED, key)
-        if part.saved is None and key == SCALE:
-            return None
-        if part.saved is None and kind == "rank_state" and not self.recorded:
-            return LeftOut(Reason.RANK_STATE)
-        if part.saved is None and kind == "client_state" and not self.recorded:
-            return LeftOut(Reason.ASKED)
-        if part.saved is None:
-            return LeftOut(Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind)
-        return None if part.counts else LeftOut(Reason.OF_LATER_RANKS, key)
-
-    def _other_scheduler(self) -> str:
-        """Return why the schedulers cannot be compared; "" if they can."""
-        saved, live = ({n for n in own if _kind(n) == "scheduler"} for own in (self.record.values, self.values))
-        return "another class saved its state" if saved - live and live - saved else ""
+        key, saved, live = part.item.key, part.saved, part.live
+        kind = _kind(key)
+        pending = f"the gradients of {saved} micro batches since the last step before the save"
+        scheduler = self.scheduler if kind == "scheduler" else ""
+        absent = live is None and kind not in self.kinds
+        return _first(
+            (self.scope.weights_only or not (self.trains or self.values), Reason.ASKED),
+            (key == MICRO_BATCHES and saved is None, Reason.ASKED),  # the live ones are named with their gradients
+            (key == MICRO_BATCHES, Reason.PENDING, pending),
+            (kind in self.scope.without, Reason.NOT_RESTORED, kind),
+            (scheduler, Reason.SCHEDULER, "", scheduler),
+            (absent and key in _COUNTED, Reason.ASKED),
+            (absent, Reason.NOT_PASSED, kind),
+            # Wrappers without ZeRO have fewer numbers.
+            (live is None and kind == SCALE and not part.ranks, Reason.NOT_PASSED, key),
+            (saved is None and key == SCALE, None),
+            (saved is None and kind == "rank_state" and not self.recorded, Reason.RANK_STATE),
+            (saved is None and kind == "client_state" and not self.recorded, Reason.ASKED),
+            (saved is None, Reason.NOT_RECORDED, key if kind in self.saved_kinds else kind),
+            (not part.counts, Reason.OF_LATER_RANKS, key),
+        )
 
     def _weights(self, part: _Part) -> LeftOut | None:
         """Return why a weight, a buffer or a module's copy is not compared."""
         (_, key, name), saved, live, scope = part.item, part.saved, part.live, self.scope
-        if name in scope.without_names or name in self.others:
-            return LeftOut(Reason.ASKED)
-        if not part.counts:
-            what = "missing on ranks" if live is None else "other values on ranks"
-            return LeftOut(Reason.OF_SOME_RANKS, name, f"{what} {', '.join(map(str, part.ranks))}")
-        if key == MODULE and live is None:
-            return LeftOut(Reason.ASKED)
-        if key == MODULE and MODULE in scope.without:
-            return LeftOut(Reason.COPIES_OF_TYPE, name)
-        if key == MODULE and saved is None:
-            return LeftOut(Reason.COPIES_UNRECORDED if self.recorded else Reason.COPIES_NOT_IN_FILES, name)
-        if saved is None:
-            return LeftOut(Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name)
-        if live is None and name in self.checkpoint.beside:
-            return LeftOut(Reason.BESIDE, name)
+        ranks = f"{'missing' if live is None else 'other values'} on ranks {', '.join(map(str, part.ranks))}"
         trained = name in self.trained_now and not scope.weights_only
-        if key == WEIGHTS and (WEIGHTS in scope.rounds or not trained) and _is_rounded(saved, live):
-            return LeftOut(Reason.ROUNDED, name)
-        return None
+        may_be_rounded = key == WEIGHTS and (WEIGHTS in scope.rounds or not trained)
+        return _first(
+            (name in scope.without_names or name in self.others, Reason.ASKED),
+            (not part.counts, Reason.OF_SOME_RANKS, name, ranks),
+            (key == MODULE and live is None, Reason.ASKED),
+            (key == MODULE and MODULE in scope.without, Reason.COPIES_OF_TYPE, name),
+            (key == MODULE and saved is None and self.recorded, Reason.COPIES_UNRECORDED, name),
+            (key == MODULE and saved is None, Reason.COPIES_NOT_IN_FILES, name),
+            (saved is None, Reason.UNNAMED if name in self.unnamed else Reason.OF_MODEL, name),
+            (live is None and name in self.checkpoint.beside, Reason.BESIDE, name),
+            (may_be_rounded and _is_rounded(saved, live), Reason.ROUNDED, name),
+        )
 
     def _of_optimizer(self, part: _Part) -> LeftOut | None:
         """Return why a state, a number, a hyper-parameter or the group of a parameter is not compared."""
         (kind, key, name), saved, live, scope = part.item, part.saved, part.live, self.scope
-        if scope.weights_only or (self.weights_only and not self.record.group_of):
-            return LeftOut(Reason.ASKED)
-        if self.weights_only:
-            return LeftOut(Reason.WITHOUT_OPTIMIZER if scope.without_optimizer else Reason.NO_OPTIMIZER)
-        if {key, name} & (scope.without | scope.without_names | self.unproven.keys() | self.shapeless):
-            return LeftOut(Reason.ASKED)
-        if key in scope.rounds:
-            return LeftOut(Reason.ROUNDED_STATES, key)
-        if name in scope.without_states_of:
-            joined = name not in self.trained and name in self.weights
-            return LeftOut(Reason.JOINED if joined else Reason.ASKED, name)
-        if kind == MEMBER and {live, saved} == {FROZEN, None}:
-            return LeftOut(Reason.ASKED)
-        if kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks:
-            never_trained = self.with_states and name not in self.with_states
-            return LeftOut(Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name)
-        if name in self.frozen and (live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)):
-            return LeftOut(Reason.FROZEN, name)
-        if kind == OPTION and {"groups", key} & scope.without:
-            return LeftOut(Reason.OPTIONS)
+        joined = name not in self.trained and name in self.weights
+        unknown = kind == MEMBER and (saved, live) == (UNKNOWN, FROZEN) and not part.ranks
+        never_trained = self.with_states and name not in self.with_states
+        frozen = live is None or ((live, saved) == (FROZEN, TRAINED) and not part.ranks)
         as_values = self.kinds if live is None else self.saved_kinds if saved is None else ()
-        if kind == STATE and key in as_values:  # one side has it partitioned like the weights
-            return LeftOut(Reason.OF_RANKS, key, OF_OTHER_FORM)
-        if kind == TYPE and (None in {saved, live} or saved == PYTHON):
-            return LeftOut(Reason.ASKED)
-        if saved is None:
-            return self._surplus(part)
-        if live is None and not part.ranks and kind == OPTION:  # MEMBER names parameters in no group
-            return LeftOut(Reason.NOT_LIVE if name in self.trained_now else Reason.ASKED, key)
-        return LeftOut(Reason.ASKED) if kind == MEMBER and name not in self.weights_now else None
+        lost = live is None and not part.ranks
+        surplus = self._surplus(part) if saved is None else None
+        return _first(
+            (scope.weights_only or (self.weights_only and not self.members), Reason.ASKED),
+            (self.weights_only and scope.without_optimizer, Reason.WITHOUT_OPTIMIZER),
+            (self.weights_only, Reason.NO_OPTIMIZER),
+            ({key, name} & self.asked, Reason.ASKED),
+            (key in scope.rounds, Reason.ROUNDED_STATES, key),
+            (name in scope.without_states_of, Reason.JOINED if joined else Reason.ASKED, name),
+            (kind == MEMBER and {live, saved} == {FROZEN, None}, Reason.ASKED),
+            (unknown, Reason.ASKED if never_trained else Reason.MAYBE_TRAINED, name),
+            (name in self.frozen and frozen, Reason.FROZEN, name),
+            (kind == OPTION and {"groups", key} & scope.without, Reason.OPTIONS),
+            # One side has it partitioned like the weights.
+            (kind == STATE and key in as_values, Reason.OF_RANKS, key, OF_OTHER_FORM),
+            (kind == TYPE and (None in {saved, live} or saved == PYTHON), Reason.ASKED),
+            (saved is None, *(surplus or (None,))),
+            # MEMBER names parameters in no group.
+            (lost and kind == OPTION, Reason.NOT_LIVE if name in self.trained_now else Reason.ASKED, key),
+            (kind == MEMBER and name not in self.weights_now, Reason.ASKED),
+        )
 
     def _surplus(self, part: _Part) -> LeftOut | None:
         """Return why a part of the live optimizer that was not saved may be there."""
         (kind, key, name), live = part.item, part.live
-        if not self.record.group_of or (kind == MEMBER and (name in self.trained or name not in self.weights)):
-            return LeftOut(Reason.ASKED)
-        if part.ranks:
-            return None
-        if kind == OPTION:
-            return LeftOut(Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key)
-        if isinstance(live, TensorDigest) and self.shapeless:  # they may be in a state of another layout
-            return LeftOut(Reason.NOT_RECORDED, key)
-        if isinstance(live, TensorDigest):
-            weight = self.state.tensors.get(WEIGHTS, {}).get(name, live)
-            if live.value and live.shape != weight.shape:
-                return LeftOut(Reason.OTHER_SHAPE, key)
-            return None if live.value else LeftOut(Reason.ZEROS, f"{key} of {name}")  # a first step may make them
-        if kind == STATE and key not in self.record.numbers:
-            return LeftOut(Reason.NOT_RECORDED, key)
-        if kind == STATE and name in self.trained and live in {"0", "-0.0"}:
-            return LeftOut(Reason.ZEROS, f"{key} of {name}")
-        return LeftOut(Reason.ASKED) if kind == STATE and name not in self.trained else None
+        is_tensor = isinstance(live, TensorDigest)
+        is_zero = not live.value if isinstance(live, TensorDigest) else live in {"0", "-0.0"}
+        shapes = {
+            one.shape for one in (live, self.first.get(Item(STATE, WEIGHTS, name))) if isinstance(one, TensorDigest)
+        }
+        zeros = Reason.ZEROS if is_zero else None  # a first step may make them
+        return _first(
+            (not self.members or (kind == MEMBER and (name in self.trained or name not in self.weights)), Reason.ASKED),
+            (part.ranks, None),
+            (kind == OPTION, Reason.NOT_RECORDED if name in self.trained else Reason.ASKED, key),
+            (is_tensor and self.shapeless, Reason.NOT_RECORDED, key),  # perhaps in a state of another layout
+            (is_tensor and not is_zero and len(shapes) > 1, Reason.OTHER_SHAPE, key),
+            (is_tensor, zeros, f"{key} of {name}"),
+            (kind == STATE and key not in self.record.numbers, Reason.NOT_RECORDED, key),
+            (kind == STATE, zeros if name in self.trained else Reason.ASKED, f"{key} of {name}"),
+        )
 
-    def _difference(self, part: _Part) -> LeftOut | Mismatch | None:
-        """Return how a part differs, or None if it is equal."""
+    def _difference(self, part: _Part) -> LeftOut | str:
+        """Return how a part differs, or why its difference does not count."""
         item, saved, live = part.item, part.saved, part.live
         text = f"{item.key} of {item.owner}" if item.owner else item.key
-        unknown = item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)
-        if live == saved or unknown:
-            return LeftOut(Reason.OBJECTS, text) if _is_object(saved) else None
+        if live == saved or (item.kind == MEMBER and (saved, live) == (UNKNOWN, TRAINED)):
+            return LeftOut(Reason.OBJECTS, text) if _is_object(saved) else ""
         if item.kind == OPTION and _is_object(saved):  # a number of numpy, for example
             return LeftOut(Reason.OBJECTS, text)
-        values = isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) and saved[:2] == live[:2]
-        holders = () if item.kind != STATE or values else self.holders.get(item.name, ())
-        problem = difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < self.ranks else ())))
         if item.kind == MEMBER:
-            return Mismatch(WEIGHTS, item.name, _of_member(part))
-        if item.kind == TYPE and (self.scope.casts or self.weights_only):
+            return _of_member(part)
+        casts = self.scope.casts or self.weights_only
+        if casts and item.kind == TYPE:
             return LeftOut(Reason.CAST, f"{item.key} of {item.name} ({saved}, now {live})")
-        if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest):
-            if not problem:
-                return None
-            if problem.startswith(OTHER_TYPE) and (self.scope.casts or self.weights_only):
-                return LeftOut(Reason.CAST, f"{item.name} ({saved.dtype}, now {live.dtype})")
+        tensors = (saved, live) if isinstance(saved, TensorDigest) and isinstance(live, TensorDigest) else ()
+        types = [one.dtype for one in tensors]
+        if casts and len({*types}) == 2 and equal_values(saved, live):
+            return LeftOut(Reason.CAST, f"{item.name} ({types[0]}, now {types[1]})")
         if _kind(item.key) == MOMENTUM and _without_type(saved) == _without_type(live) != "":  # DeepSpeed's load casts
             return LeftOut(Reason.CAST, f"{text} ({saved}, now {live})")
         old = self.recorded and self.record.differing is None
@@ -537,11 +482,13 @@ class _Sides:
             return LeftOut(Reason.STEPS, item.name)
         if old and isinstance(saved, str) and isinstance(live, str) and _may_be_objects(saved, live):
             return LeftOut(Reason.CLASSES, text)
-        return Mismatch(item.key, item.owner, problem)
+        alike = len({one[:2] for one in tensors}) == 1
+        holders = () if item.kind != STATE or alike else self.merged.holders.get(item.name, ())
+        return difference(saved, live, on_ranks(part.ranks or (holders if len(holders) < len(self.ranks) else ())))
 
     def _largest_step(self, name: str) -> str:
         """Return the largest step in the group of a parameter: release 0.1 recorded it for optimizers of DeepSpeed."""
-        groups, steps = self.state.group_of, self.state.numbers.get(STEP, {})
+        groups, steps = self.merged.state.group_of, self.merged.state.numbers.get(STEP, {})
         own = [steps[other] for other, group in groups.items() if group == groups.get(name) and other in steps]
         return canonical(max(own)) if own and self.checkpoint.optimizer.startswith("deepspeed.") else ""
 
@@ -562,6 +509,16 @@ def _of_member(part: _Part) -> str:
     if part.live is None:
         return f"is in no group of the optimizer{on}, and was trained at the save"
     return f"is trained now{on}, and was {'frozen' if part.saved == FROZEN else 'not trained'} at the save"
+
+
+def _is_weight(item: Item) -> bool:
+    """Return whether an item is a weight, a buffer or a module's copy."""
+    return item.kind == STATE and item.key in _COPIES
+
+
+def _with_tied(names: set[str], tied: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return names with the other names of tied parameters."""
+    return names.union(*(tied.get(name, ()) for name in names))
 
 
 def _is_object(fact: Fact | None) -> bool:
@@ -607,11 +564,6 @@ def _of_files(live: Iterable[str], checkpoint: Checkpoint) -> tuple[dict[str, st
         found.append(LeftOut(Reason.SCHEDULER, why=how))
     found += [LeftOut(Reason.CLIENT_STATE, printable(name)) for name in items if name not in values]
     return {f"scheduler.{name.removeprefix(fitting[0])}": text for name, text in values.items()}, found
-
-
-def _values_of(live: Merged) -> dict[str, None]:
-    """Return the names of the values that any rank has."""
-    return {**dict.fromkeys(live.state.values), **{item.key: None for item in live.apart if item.kind == VALUE}}
 
 
 def _kind(name: str) -> str:

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from ckpttool.model.state_digest import (
     StateDigest,
     TensorDigest,
     items_of_state,
+    once,
     told,
 )
 
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 CLIENT_STATE = "client_state"
 """Kind of the values that the user passes to a save; the first rank's are saved."""
-APART = "differs between ranks"
-"""Begins the problem of a tensor whose replicas differ."""
 NO_SUM = 1 << 32
 """Stands for the checksum of a part that has none."""
+COPY = 1 << 33
+"""Set beside the checksum of a part that another rank digests."""
 SHOWN = 20
 """Most ranks that a message lists."""
 BOX = 1 << 63
@@ -66,22 +68,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RankFacts:
-    """The state of one rank beside its tensors."""
+    """The state of one rank beside its tensors; the first fields are as in ``StateDigest``."""
 
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """``StateDigest.numbers`` of its parameters."""
     types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """``StateDigest.types`` of them."""
     groups: Sequence[Mapping[str, str]] = ()
-    """``StateDigest.groups``."""
     group_of: Mapping[str, int] = field(default_factory=dict)
-    """``StateDigest.group_of``."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     """``StateDigest.values`` that all ranks have in common."""
     own: Mapping[str, str] = field(default_factory=dict)
     """Values of this rank alone."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied parameters."""
     unproven: Mapping[str, str] = field(default_factory=dict)
     """States that are not digested, such as "momentum_buffer", and why."""
     partitioned: bool = False
@@ -105,52 +102,34 @@ class RankDigest(RankFacts):
     parts: Sequence[Part]
     """The tensors; it has a part of each."""
     rows: NDArray[np.uint64]
-    """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, and the lanes of its
-    digest; shape (parts, 4)."""
-    sums: NDArray[np.int64] | None = None
-    """For each part: the CRC-32 of its bytes if another rank digests the same part, ``-1 - CRC`` if this rank digests
-    it, and NO_SUM without one: replicas are then compared by their digests."""
+    """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, the lanes of its
+    digest, and the CRC-32 of its bytes, with ``COPY`` if another rank digests it, or ``NO_SUM``: replicas are then
+    compared by their digests; shape (parts, 5)."""
 
     def to_json(self) -> dict[str, str]:
         """Return the digests as JSON data; most of it is the same text on many ranks."""
-        facts = {name: _packed(getattr(self, name)) for name in ("parts", *RankFacts.__dataclass_fields__)}
-        sums = {} if self.sums is None else {"sums": _array_text(self.sums)}
-        return {**facts, "rows": _array_text(self.rows), **sums}
+        return {name: _packed(getattr(self, name)) for name in self.__dataclass_fields__}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, str], parsed: dict[str, Any]) -> RankDigest:
-        """Return the digests of ``to_json``.
-
-        Args:
-            found: The data.
-            parsed: Texts that were parsed before, for other ranks.
-        """
-        facts: dict[str, Any] = {}
-        for name in ("parts", *RankFacts.__dataclass_fields__):
-            if found[name] not in parsed:
-                value = _unpacked(found[name])
-                parsed[found[name]] = [_part(one) for one in value] if name == "parts" else value
-            facts[name] = parsed[found[name]]
-        rows = np.frombuffer(zlib.decompress(base64.b64decode(found["rows"])), dtype=np.uint64).reshape(-1, 4)
-        sums = np.frombuffer(zlib.decompress(base64.b64decode(found["sums"])), np.int64) if "sums" in found else None
-        return cls(rows=rows, sums=sums, **facts)
-
-
-def _part(found: Sequence[Any]) -> Part:
-    key, name, dtype, shape, is_buffer = found
-    return Part(key, name, dtype, tuple(shape), is_buffer)
-
-
-def _array_text(values: NDArray[Any]) -> str:
-    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode()
+    def of_ranks(cls, messages: Sequence[Mapping[str, str]]) -> list[RankDigest]:
+        """Return the digests of all ranks from their ``to_json``; those that sent the same text share the objects."""
+        found = {one: _unpacked(*one) for one in dict.fromkeys(one for message in messages for one in message.items())}
+        return [cls(**{name: found[name, text] for name, text in message.items()}) for message in messages]
 
 
 def _packed(value: Any) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
+    is_array = isinstance(value, np.ndarray)
+    data = value.tobytes() if is_array else json.dumps(value).encode()
+    return base64.b64encode(zlib.compress(data, 1 if is_array else 6)).decode()
 
 
-def _unpacked(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))
+def _unpacked(name: str, text: str) -> Any:
+    data = zlib.decompress(base64.b64decode(text))
+    if name == "rows":
+        return np.frombuffer(data, dtype=np.uint64).reshape(-1, 5)
+    if name == "parts":
+        return [Part(key, name, dtype, tuple(shape), buffer) for key, name, dtype, shape, buffer in json.loads(data)]
+    return json.loads(data)
 
 
 class Merged(NamedTuple):
@@ -175,10 +154,13 @@ class Merged(NamedTuple):
     def contradictions(self) -> list[Mismatch]:
         """All differences between ranks that should have one state."""
         allowed, differing = self.unproven.keys(), self.state.differing or ()
-        odd = {
-            i: found for i, found in self.apart.items() if i.key not in allowed and (i.name or i.key) not in differing
-        }
-        return [*self.mismatches, *contradictions(odd)]
+        problems = []
+        for item, held in self.apart.items():
+            if item.key not in allowed and (item.name or item.key) not in differing:
+                first, *others = sorted(held.items(), key=lambda one: one[1][0])
+                values = [f"{told(fact)}{on_ranks(ranks)}" for fact, ranks in (*others, first)]
+                problems.append((item, f"is {', but '.join(values)}", False))
+        return [*self.mismatches, *once(problems)]
 
 
 Apart = Mapping[Item, Mapping[Fact | None, Sequence[int]]]
@@ -189,17 +171,6 @@ def on_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text for a message; "" for none."""
     listed = ", ".join(map(str, ranks[:SHOWN])) + (", ..." if len(ranks) > SHOWN else "")
     return f" on rank{'s' * (len(ranks) > 1)} {listed}" if ranks else ""
-
-
-def contradictions(apart: Apart) -> list[Mismatch]:
-    """Return the differences between ranks; a hyper-parameter once for all parameters that have the same."""
-    result: dict[tuple[str, str, str], Mismatch] = {}
-    for item, found in apart.items():
-        first, *others = sorted(found.items(), key=lambda one: one[1][0])
-        problem = f"is {', but '.join(f'{told(fact)}{on_ranks(ranks)}' for fact, ranks in (*others, first))}"
-        once = "" if item.kind == OPTION else item.name
-        result.setdefault((item.key, once, problem), Mismatch(item.key, item.owner, problem))
-    return list(result.values())
 
 
 def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
@@ -219,31 +190,25 @@ def merge(ranks: Sequence[RankDigest], *, whole: bool = True) -> Merged:
     numbers, groups, values, ties = (
         _distinct(ranks, names) for names in (("numbers", "types"), OF_GROUPS, ("values",), ("aliases",))
     )
-    of_parameters = {**_apart(numbers, holders), **_apart(groups, holders), **_apart(ties, holders)}
-    of_values = _apart(values, {"": range(len(ranks))})
-    of_ranks = {item.key for item in of_values if item.key.startswith(EXTRA)}
-    apart = {**of_parameters, **{item: found for item, found in of_values.items() if item.key not in of_ranks}}
+    must_have = {**holders, "": range(len(ranks))}
+    apart = {item: own for facts in (numbers, groups, ties, values) for item, own in _apart(facts, must_have).items()}
+    of_ranks = {item.key for item in apart if item.kind == VALUE and item.key.startswith(EXTRA)}
+    apart = {item: own for item, own in apart.items() if item.kind != VALUE or item.key not in of_ranks}
     if any(own.partitioned for own in ranks):
         odd = [item for item, found in apart.items() if item.kind in OF_PARTITIONS and None not in found]
         unproven |= {item.key: OF_PARTITIONS[item.kind] for item in odd if item.key != STEP}
-    all_numbers: dict[str, dict[str, float]] = {}
-    types: dict[str, dict[str, str]] = {}
-    for facts, _ in numbers:
-        for key, held in facts.numbers.items():
-            if key not in unproven:
-                all_numbers[key] = {**held, **all_numbers.get(key, {})}
-                types[key] = {**facts.types.get(key, {}), **types.get(key, {})}
+    keys = [key for key in dict.fromkeys(key for one, _ in numbers for key in one.numbers) if key not in unproven]
     options: dict[tuple[tuple[str, str], ...], int] = {}
     group_of: dict[str, int] = {}
     for facts, _ in groups:
         plain = [tuple(sorted((k, text) for k, text in one.items() if k not in unproven)) for one in facts.groups]
         numbered = [options.setdefault(one, len(options)) for one in plain]
-        group_of = {**{name: numbered[group] for name, group in facts.group_of.items()}, **group_of}
+        group_of = _united([group_of, {name: numbered[group] for name, group in facts.group_of.items()}])
     differing = [i for i in (*buffers, *apart) if i in buffers or (i.kind == VALUE and _is_client(i.key))]
     state = StateDigest(
         tensors=tensors,
-        numbers=all_numbers,
-        types=types,
+        numbers={key: _united([one.numbers.get(key, {}) for one, _ in numbers]) for key in keys},
+        types={key: _united([one.types.get(key, {}) for one, _ in numbers]) for key in keys},
         groups=[dict(one) for one in options],
         group_of=group_of,
         aliases=ranks[0].aliases,
@@ -281,6 +246,11 @@ def _is_client(name: str) -> bool:
     return name.partition(".")[0].partition("[")[0] == CLIENT_STATE
 
 
+def _united(held: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Return the entries of all mappings; of several with one name, the first one."""
+    return {name: one for own in reversed(held) for name, one in own.items()}
+
+
 def _distinct(ranks: Sequence[RankDigest], names: Sequence[str]) -> list[tuple[StateDigest, list[int]]]:
     """Return facts, by their names, with the ranks that have them: ranks that sent the same text share the objects."""
     found: dict[tuple[int, ...], tuple[StateDigest, list[int]]] = {}
@@ -294,12 +264,7 @@ def _distinct(ranks: Sequence[RankDigest], names: Sequence[str]) -> list[tuple[S
 def _apart(
     distinct: Sequence[tuple[StateDigest, Sequence[int]]], holders: Mapping[str, Iterable[int]]
 ) -> dict[Item, dict[Fact | None, Sequence[int]]]:
-    """Return the items that are not the same on all ranks that must have them, each with the ranks of each value.
-
-    Args:
-        distinct: The facts of ``_distinct``.
-        holders: The ranks that must have the items of a name if one has them.
-    """
+    """Return the items that are not the same on all ranks that must have them, each with the ranks of each value."""
     if len(distinct) == 1:
         return {}
     found: dict[Item, dict[Fact | None, list[int]]] = {}
@@ -337,48 +302,41 @@ def _merge_parts(
     rows = np.concatenate([own.rows for own in ranks])
     tensor = np.concatenate([indexes[id(own.parts)] for own in ranks])
     rank = np.repeat(np.arange(len(ranks)), [len(own.rows) for own in ranks])
-    sums = np.concatenate([np.full(len(own.rows), NO_SUM) if own.sums is None else own.sums for own in ranks])
-    copies = (sums >= 0) & (sums != NO_SUM)
-    order = np.lexsort((rank, np.where(copies, 2, sums == NO_SUM), rows[:, 1], rows[:, 0], tensor))
-    rows, tensor, rank, sums, copies = rows[order], tensor[order], rank[order], sums[order], copies[order]
+    order = np.lexsort((rank, rows[:, 4] >> np.uint64(32), rows[:, 1], rows[:, 0], tensor))  # copies last
+    rows, tensor, rank = rows[order], tensor[order], rank[order]
     parts = list(numbers)
+    bounds = np.searchsorted(tensor, np.arange(len(parts) + 1, dtype=np.uint64)).tolist()
+    of_tensor = list(itertools.starmap(slice, itertools.pairwise(bounds)))
+    ranks_of = [sorted({*rank[one].tolist()}) for one in of_tensor]
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (tensor[1:] != tensor[:-1]) | (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
-    firsts = np.flatnonzero(new)
-    group = np.cumsum(new) - 1
+    first = np.flatnonzero(new)[np.cumsum(new) - 1]
     mismatches = []
-    held = np.bincount(tensor.astype(np.intp), minlength=len(parts))
-    odd = {n for n, part in enumerate(parts) if part.is_buffer and held[n] < len(ranks)}
-    differing = np.where(copies, -1 - sums != sums[firsts[group]], (rows[:, 2:] != rows[firsts[group], 2:]).any(axis=1))
+    odd = {n for n, part in enumerate(parts) if part.is_buffer and bounds[n + 1] - bounds[n] < len(ranks)}
+    sums, digested = rows[:, 4], rows[:, 2:4]
+    differing = np.where(sums >= COPY, sums ^ sums[first] != COPY, (digested != digested[first]).any(axis=1))
     for index in np.flatnonzero(differing).tolist():
         part = parts[int(tensor[index])]
         if part.is_buffer:
             odd.add(int(tensor[index]))
             continue
-        two = sorted((int(rank[firsts[group[index]]]), int(rank[index])))
-        problem = f"{APART} {two[0]} and {two[1]}, which have the same part"
-        mismatches.append(Mismatch(part.key, part.name, problem))
-    buffers = _buffers([(n, parts[n]) for n in sorted(odd)], rows, tensor, rank, len(ranks))
+        two = sorted((int(rank[first[index]]), int(rank[index])))
+        problem = f"differs between ranks {two[0]} and {two[1]}, which have the same part"
+        mismatches.append(Mismatch(part.key, part.name, problem, of_values=True))
+    buffers = _buffers([(parts[n], of_tensor[n]) for n in sorted(odd)], rows, rank, len(ranks))
     tensors: dict[str, dict[str, TensorDigest]] = {}
-    unique, owners = rows[firsts], tensor[firsts]
-    edges = np.searchsorted(owners, np.arange(len(parts), dtype=np.uint64))
-    sums = np.add.reduceat(unique[:, 1:], edges, axis=0) if len(unique) else unique[:, 1:]
-    bounds = np.append(np.searchsorted(tensor, np.arange(len(parts), dtype=np.uint64)), len(tensor)).tolist()
-    of_tensor = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    once_each = rows[:, 1:4] * new[:, None]
+    totals = np.add.reduceat(once_each, bounds[:-1], axis=0) if len(rows) else once_each
     places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
     weights: dict[str, int] = {}
     uncovered: list[Mismatch] = []
     retyped: set[str] = set()
-    for number, (part, (covered, low, high)) in enumerate(zip(parts, sums.tolist(), strict=True)):
+    for number, (part, (covered, low, high)) in enumerate(zip(parts, totals.tolist(), strict=True)):
         total = math.prod(part.shape)
         if part.name in tensors.setdefault(part.key, {}):
-            first = next(n for n, other in enumerate(parts) if other[:2] == part[:2])
-            of_both = [sorted({*rank[of_tensor[n]].tolist()}) for n in (number, first)]
-            both = [
-                told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(own)
-                for n, own in zip((number, first), of_both, strict=True)
-            ]
-            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(both)}"))
+            both = (number, next(n for n, other in enumerate(parts) if other[:2] == part[:2]))
+            held = [told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(ranks_of[n]) for n in both]
+            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(held)}"))
             retyped.add(part.name)
         elif covered != total:
             problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
@@ -390,13 +348,16 @@ def _merge_parts(
     for number, part in enumerate(parts if whole else ()):
         if part.key in {WEIGHTS, MODULE, GATHERED} or part.name in retyped or part.name not in weights:
             continue
-        there, of_weights = (places[of_tensor[n]] for n in (number, weights[part.name]))
-        if part.shape == parts[weights[part.name]].shape:
-            if not np.array_equal(there, of_weights):
-                mismatches.append(Mismatch(part.key, part.name, _other_rows(there, of_weights)))
-        elif (there[:, 2] == math.prod(part.shape)).all() and (lacking := _lacking(there, of_weights)):
+        there, of_weights = of_tensor[number], of_tensor[weights[part.name]]
+        lacking = sorted({*ranks_of[weights[part.name]]} - {*ranks_of[number]})
+        alike = part.shape == parts[weights[part.name]].shape
+        if lacking and (alike or (rows[there, 1] == math.prod(part.shape)).all()):
             mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
-    lost, spread = _unheld(parts, [rank[one] for one in of_tensor], ranks) if whole else ([], [])
+        elif alike and not np.array_equal(places[there], places[of_weights]):
+            other = {*map(tuple, places[there].tolist())} ^ {*map(tuple, places[of_weights].tolist())}
+            problem = f"has other elements than the weights{on_ranks(sorted({one[0] for one in other}))}"
+            mismatches.append(Mismatch(part.key, part.name, problem))
+    lost, spread = _unheld(parts, ranks_of, ranks) if whole else ([], [])
     mismatches += lost
     located = {one[:2] for one in mismatches}
     mismatches += [one for one in uncovered if one[:2] not in located]
@@ -404,22 +365,17 @@ def _merge_parts(
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
         same = tensors[key][name].value == gathered.value
         mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
-    holders = {name: sorted({*rank[of_tensor[number]].tolist()}) for name, number in weights.items()}
+    holders = {name: ranks_of[number] for name, number in weights.items()}
     return tensors, mismatches, buffers, holders, spread
 
 
 def _unheld(
-    parts: Sequence[Part], holders: Sequence[NDArray[np.intp]], ranks: Sequence[RankDigest]
+    parts: Sequence[Part], holders: Sequence[Sequence[int]], ranks: Sequence[RankDigest]
 ) -> tuple[list[Mismatch], list[str]]:
     """Return the weights that some ranks lack.
 
     Stages of a pipeline, and ranks with other experts, each have weights that others lack. A rank that only lacks some
     has lost them.
-
-    Args:
-        parts: All parts.
-        holders: The ranks that have each.
-        ranks: All ranks.
 
     Returns:
         Weights that ranks have lost; and the names of others.
@@ -430,7 +386,7 @@ def _unheld(
     for part, there in zip(parts, holders, strict=True):
         divided = part.is_buffer or part.name in masters or EXPERT.search(part.name) is not None
         if part.key == (MODULE if part.name in copied else WEIGHTS) and not divided:
-            held.setdefault(part.name, set()).update(there.tolist())
+            held.setdefault(part.name, set()).update(there)
     odd = {name: own for name, own in held.items() if len(own) < len(ranks)}
     names = [frozenset(name for name, own in odd.items() if rank in own) for rank in range(len(ranks) if odd else 0)]
     less = [(own or len(odd) < len(held)) and any(own < other for other in {*names}) for own in names]
@@ -444,34 +400,14 @@ def _unheld(
     return lost, spread
 
 
-def _buffers(
-    odd: Sequence[tuple[int, Part]],
-    rows: NDArray[np.uint64],
-    tensor: NDArray[np.uint64],
-    rank: NDArray[np.intp],
-    ranks: int,
-) -> Apart:
-    """Return the ranks that have each value of some buffers, given by number; None for ranks that lack it."""
+def _buffers(odd: Sequence[tuple[Part, slice]], rows: NDArray[np.uint64], rank: NDArray[np.intp], ranks: int) -> Apart:
+    """Return the ranks that have each value of some buffers, each given with its rows; None for ranks that lack it."""
     result: dict[Item, dict[Fact | None, list[int]]] = {}
-    for number, part in odd:
+    for part, there in odd:
         found = result.setdefault(Item(STATE, WEIGHTS, part.name), {})
-        for at in np.flatnonzero(tensor == number):
-            one = TensorDigest(part.dtype, part.shape, digests.joined(rows[at, 2:]))
-            found.setdefault(one, []).append(int(rank[at]))
+        for lanes, own in zip(rows[there, 2:4], rank[there].tolist(), strict=True):
+            found.setdefault(TensorDigest(part.dtype, part.shape, digests.joined(lanes)), []).append(own)
     for found in result.values():
         lacking = sorted({*range(ranks)}.difference(*found.values()))
         found |= {None: lacking} if lacking else {}
     return result
-
-
-def _lacking(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> list[int]:
-    """Return the ranks that have a part of the weights, and none of a state."""
-    return sorted({*map(int, of_weights[:, 0])} - {*map(int, own[:, 0])})
-
-
-def _other_rows(own: NDArray[np.uint64], of_weights: NDArray[np.uint64]) -> str:
-    """Return how the parts of a state differ from the parts of the weights: rank, place and elements of each."""
-    if lacking := _lacking(own, of_weights):
-        return f"is missing{on_ranks(lacking)}"
-    odd = {*map(tuple, own.tolist())} ^ {*map(tuple, of_weights.tolist())}
-    return f"has other elements than the weights{on_ranks(sorted({int(one[0]) for one in odd}))}"

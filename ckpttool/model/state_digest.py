@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpttool.blocks import Line, Shown, Table
@@ -12,7 +12,7 @@ from ckpttool.digests import kind_of
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckpttool.blocks import Block
 
@@ -154,19 +154,32 @@ def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
         return f"is missing{on}"
     if not isinstance(saved, TensorDigest) or not isinstance(live, TensorDigest):
         return "" if saved == live else f"is {told(live)}{on}, but was saved as {told(saved)}"
-    same = saved.shape == live.shape or {saved.shape, live.shape} == {(), (1,)}  # universal: no 0-dim tensors
-    if kind_of(saved.dtype) != kind_of(live.dtype) or not same:
+    if not _same_form(saved, live):
         return f"is {told(live)}{on}, but was saved as {told(saved)}"
     types = "" if saved.dtype == live.dtype else f": it is {live.dtype}, and was {saved.dtype}"
     if saved.value != live.value:
-        return f"{OTHER_VALUES}{on}{types}"
-    return f"{OTHER_TYPE}{on}{types}" if types else ""
+        return f"has other values than were saved{on}{types}"
+    return f"has another type than was saved, with equal values{on}{types}" if types else ""
 
 
-OTHER_VALUES = "has other values than were saved"
-"""Begins the difference of a tensor whose values differ."""
-OTHER_TYPE = "has another type than was saved, with equal values"
-"""Begins the difference of a tensor whose values are equal."""
+def _same_form(a: TensorDigest, b: TensorDigest) -> bool:
+    """Return whether two tensors have one shape, and types whose equal values have one digest."""
+    same = a.shape == b.shape or {a.shape, b.shape} == {(), (1,)}  # universal: no 0-dim tensors
+    return same and kind_of(a.dtype) == kind_of(b.dtype)
+
+
+def equal_values(a: Fact | None, b: Fact | None) -> bool:
+    """Return whether two values are equal, tensors of any type."""
+    if not isinstance(a, TensorDigest) or not isinstance(b, TensorDigest):
+        return a == b
+    return _same_form(a, b) and a.value == b.value
+
+
+def other_values(a: Fact | None, b: Fact | None) -> bool:
+    """Return whether two tensors have one form and other values."""
+    return isinstance(a, TensorDigest) and isinstance(b, TensorDigest) and _same_form(a, b) and a.value != b.value
+
+
 Fact = TensorDigest | str
 """A digest, or the text of a number, a hyper-parameter or a value."""
 
@@ -187,9 +200,20 @@ class Mismatch(NamedTuple):
     """Parameter or buffer; "" for a value of the run."""
     problem: str
     """The difference, as text."""
+    of_values: bool = False
+    """True if elements of a tensor differ."""
 
     def __str__(self) -> str:
         return f"{self.key}{' of ' if self.name else ''}{self.name} {self.problem}"
+
+
+def once(found: Iterable[tuple[Item, str, bool]]) -> list[Mismatch]:
+    """Return mismatches of items; of a hyper-parameter one for all parameters with the same problem."""
+    result: dict[tuple[str, str, str], Mismatch] = {}
+    for item, problem, of_values in found:
+        owner = "" if item.kind == OPTION else item.name
+        result.setdefault((item.key, owner, problem), Mismatch(item.key, item.owner, problem, of_values))
+    return list(result.values())
 
 
 def tensor_table(tensors: Mapping[str, Mapping[str, TensorDigest]]) -> Table:
@@ -252,20 +276,15 @@ class StateDigest(Shown):
         Raises:
             ValueError: The data is not of that form; also KeyError, TypeError and AttributeError.
         """
-        tensors = {
-            str(key): {str(name): TensorDigest.parse(text) for name, text in own.items()}
-            for key, own in found["tensors"].items()
-        }
         return cls(
-            tensors=tensors,
-            numbers={
-                str(key): {n: float(v) for n, v in _unpacked(own).items()} for key, own in found["numbers"].items()
+            tensors={
+                str(key): {str(name): TensorDigest.parse(text) for name, text in own.items()}
+                for key, own in found["tensors"].items()
             },
-            types={
-                str(key): {n: str(v) for n, v in _unpacked(own).items()} for key, own in found.get("types", {}).items()
-            },
+            numbers={str(key): _unpacked(own, float) for key, own in found["numbers"].items()},
+            types={str(key): _unpacked(own, str) for key, own in found.get("types", {}).items()},
             groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
-            group_of={name: int(group) for name, group in _unpacked(found["group_of"]).items()},
+            group_of=_unpacked(found["group_of"], int),
             values={str(name): str(text) for name, text in found["values"].items()},
             frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
             differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
@@ -291,26 +310,6 @@ def items_of_state(state: StateDigest) -> dict[Item, Fact]:
     return result
 
 
-def renamed(state: StateDigest, names: Mapping[str, str]) -> StateDigest:
-    """Return the digests under other names of some parameters and buffers."""
-
-    def all_of(own: Mapping[str, Any]) -> dict[str, Any]:
-        return {names.get(name, name): one for name, one in own.items()}
-
-    def each(own: frozenset[str] | None) -> frozenset[str] | None:
-        return None if own is None else frozenset(names.get(name, name) for name in own)
-
-    return replace(
-        state,
-        tensors={key: all_of(own) for key, own in state.tensors.items()},
-        numbers={key: all_of(own) for key, own in state.numbers.items()},
-        types={key: all_of(own) for key, own in state.types.items()},
-        group_of=all_of(state.group_of),
-        frozen=each(state.frozen),
-        differing=each(state.differing),
-    )
-
-
 def short(text: str) -> str:
     """Return a value's text for a message."""
     return printable(text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
@@ -324,8 +323,8 @@ def _packed(numbers: Mapping[str, float | str]) -> list[list[Any]]:
     return list(found.values())
 
 
-def _unpacked(found: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    return {str(name): number for number, names in found for name in names}
+def _unpacked(found: Sequence[Sequence[Any]], kind: Callable[[Any], A]) -> dict[str, A]:
+    return {str(name): kind(number) for number, names in found for name in names}
 
 
 def canonical(value: Any, tensor: Callable[[Any], str | None] | None = None) -> str:

@@ -302,8 +302,7 @@ def _merged(messages: Sequence[Mapping[str, str] | None]) -> dict[str, Any] | No
     own = [message for message in messages if message is not None]
     if len(own) < len(messages):
         return None
-    parsed: dict[str, Any] = {}
-    merged = merge([RankDigest.from_json(message, parsed) for message in own], whole=False)
+    merged = merge(RankDigest.of_ranks(own), whole=False)
     for mismatch in merged.contradictions[:MOST_WARNINGS]:
         LOG.warning("the saved state is inconsistent: %s", mismatch)
     return merged.state.to_json()

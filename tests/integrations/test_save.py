@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.live.request import Save, Written
 from ckpttool.integrations.live.run import Kept, Repeated
 from ckpttool.integrations.torch import chunks
-from ckpttool.integrations.torch.live import live_state
+from ckpttool.integrations.torch.live import SavedDigests, live_state
 from ckpttool.integrations.torch.live_run import torch_run
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload
 from ckpttool.targets.dcp import LAYOUTS
@@ -724,13 +725,24 @@ def test_a_save_in_the_background_digests_the_values_of_the_call(tmp_path: Path)
     save = Save()
     found = chunks.described(torch_run(net, False, None, LoadOptions(optimizer=False)), save, 0, str(tmp_path), _kept())
     before = [piece.digest() for piece in found.state.pieces]
-    held: dict[int | None, Any] = {
-        0: HostPayload(memoryview(bytearray(found.state.pieces[0].tensor.numpy().tobytes())))
-    }
-    digests = chunks._Digests(found.state, held, {}, in_background=True)
+    first = found.state.pieces[0]
+    digests = SavedDigests(found.state, {0: dataclasses.replace(first, tensor=first.tensor.clone())}, {}, waits=False)
     for parameter in net.parameters():
         nn.init.constant_(parameter, 9.0)
-    assert [digest() for digest in digests._digests] == before
+    rows = digests.compute().rows.tolist()
+    assert [high << 64 | low for _, _, low, high, _ in rows] == before
+
+
+def test_weights_that_a_cast_rounds_are_compared_after_it(tmp_path: Path) -> None:
+    net = Small()
+    ckpttool.CheckpointManager(tmp_path).save(net, optimizer=False, step=1)
+    net.bfloat16()
+    proof = ckpttool.prove(net, tmp_path, weights_only=True)
+    assert any("weights that the cast to a narrower type rounds" in note for note in proof.unproven)
+    with torch.no_grad():
+        next(net.parameters()).view(-1)[0] += 1
+    with pytest.raises(ckpttool.ProofError, match="other values than were saved"):
+        ckpttool.prove(net, tmp_path, weights_only=True)
 
 
 def test_several_threads_digest_the_same() -> None:
@@ -783,13 +795,12 @@ def test_digests_are_taken_at_the_call_of_a_background_save(
     in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[bool] = []
-    taking = chunks._Digests
 
-    def noted(*given: Any, in_background: bool) -> Any:
-        made.append(in_background)
-        return taking(*given, in_background=in_background)
+    def noted(*given: Any, waits: bool) -> Any:
+        made.append(not waits)
+        return SavedDigests(*given, waits=waits)
 
-    monkeypatch.setattr(chunks, "_Digests", noted)
+    monkeypatch.setattr(chunks, "SavedDigests", noted)
     with ckpttool.CheckpointManager(tmp_path, async_save=in_background) as manager:
         manager.save(Small(), optimizer=False, step=1)
     assert made == [in_background]

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from ckpttool.formats import open_checkpoint  # noqa: E402  after the check for torch
 from ckpttool.integrations.state_comparison import Comparison, Reason, Scope, compare  # noqa: E402
 from ckpttool.integrations.torch.live import LiveState, Piece, tensor_text, values_of  # noqa: E402
-from ckpttool.model.rank_digest import RankDigest, merge  # noqa: E402
+from ckpttool.model.rank_digest import OF_OTHER_FORM, RankDigest, merge  # noqa: E402
 from ckpttool.model.state_digest import StateDigest, canonical  # noqa: E402
 from tests import sampling  # noqa: E402
 from tests.truth import source  # noqa: E402
@@ -90,7 +90,7 @@ class Rank:
             trains=True,
             partitioned=self.partitioned,
         )
-        return RankDigest.from_json(state.digest().to_json(), {})
+        return RankDigest.of_ranks([state.digest().to_json()])[0]
 
 
 def _places(layout: str, rank: int, name: str) -> Iterator[tuple[tuple[slice, ...] | slice, Any]]:
@@ -312,6 +312,31 @@ def test_settings_of_the_loss_scale_that_the_run_lacks_are_named(checkpoint: Che
     )
     assert found.mismatches == []
     assert found.notes == ["loss_scale.cur_iter, which the live run does not have, or was not passed"]
+
+
+def test_a_scheduler_of_another_class_is_named(checkpoint: Checkpoint) -> None:
+    saved = [rank.digest() for rank in _ranks("replicated", 1, {})]
+    recorded = merge([replace(one, values={**one.values, "scheduler.gamma": "1"}) for one in saved]).state
+    live = [replace(one, values={**one.values, "scheduler.T_max": "1"}) for one in saved]
+    found = compare(recorded, live, checkpoint, Scope())
+    assert (found.mismatches, found.notes) == ([], ["the scheduler: another class saved its state"])
+
+
+def test_a_parameter_that_files_list_and_that_is_frozen_now_is_named(checkpoint: Checkpoint) -> None:
+    saved = [rank.digest() for rank in _ranks("replicated", 1, {})]
+    of_files = replace(merge(saved).state, frozen=None)
+    found = compare(of_files, [replace(one, frozen=["scale"]) for one in saved], checkpoint, Scope())
+    told = "whether 1 parameters that are frozen now were trained at the save"
+    assert (found.mismatches, found.notes) == ([], [told])
+
+
+def test_a_state_that_a_rank_has_in_another_form_than_was_saved_is_named(checkpoint: Checkpoint) -> None:
+    saved = [rank.digest() for rank in _ranks("flat", 1, {})]
+    live = [*saved[:1], replace(saved[1], unproven={"exp_avg": OF_OTHER_FORM}), *saved[2:]]
+    found = compare(merge(saved).state, live, checkpoint, Scope())
+    told = "exp_avg is not partitioned like the weights on rank 1, and was at the save"
+    assert list(map(str, found.mismatches)) == [told]
+    assert found.notes == ["exp_avg: it is not partitioned like the weights"]
 
 
 def test_a_new_tie_is_named(checkpoint: Checkpoint) -> None:

@@ -7,17 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.model.rank_digest import BOX, NO_SUM, Part, RankDigest, merge
+from ckpttool.model.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, merge
 from ckpttool.model.state_digest import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
 
 
-def _rank(*pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, **given: Any) -> RankDigest:
+def _rank(
+    *pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, checksum: int = NO_SUM, **given: Any
+) -> RankDigest:
     """Return a rank with parts of one tensor of four elements: place, elements and low lane of each."""
     parts = [Part("weights", "a", dtype, (4,), is_buffer)] * len(pieces)
-    rows = np.array([[place, numel, low, 1] for place, numel, low in pieces], dtype=np.uint64).reshape(-1, 4)
-    return RankDigest(parts=parts, rows=rows, **given)
+    rows = [[place, numel, low, 1, checksum] for place, numel, low in pieces]
+    return RankDigest(parts=parts, rows=np.array(rows, dtype=np.uint64).reshape(-1, 5), **given)
 
 
 def test_parts_add_up_and_replicas_count_once() -> None:
@@ -40,24 +42,26 @@ def test_parts_add_up_and_replicas_count_once() -> None:
     ],
 )
 def test_contradictions_of_ranks_are_named(ranks: list[RankDigest], told: str) -> None:
-    assert list(map(str, merge(ranks).mismatches)) == [told]
+    (found,) = merge(ranks).mismatches
+    assert (str(found), found.of_values) == (told, "which have the same part" in told)
 
 
 def _with_sum(digest: int, checksum: int) -> RankDigest:
-    return _rank((0, 4, digest), sums=np.array([checksum], np.int64))
+    return _rank((0, 4, digest), checksum=checksum)
 
 
 def test_a_part_that_another_rank_digests_is_compared_by_its_checksum() -> None:
-    found = merge([_with_sum(0, 7), _with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(5, NO_SUM)])
+    found = merge([_with_sum(0, COPY | 7), _with_sum(5, 7), _with_sum(0, COPY | 7), _with_sum(5, NO_SUM)])
     assert found.mismatches == []
     assert found.state.tensors["weights"]["a"].value == 1 << 64 | 5, "the digest is not the first rank's"
     for ranks, told in (
-        ([_with_sum(0, 8), _with_sum(5, -1 - 7)], "0 and 1"),
-        ([_with_sum(5, -1 - 7), _with_sum(0, 7), _with_sum(0, 8)], "0 and 2"),
-        ([_with_sum(5, -1 - 7), _with_sum(6, NO_SUM)], "0 and 1"),
-        ([_with_sum(5, -1), _with_sum(0, NO_SUM - 1)], "0 and 1"),
+        ([_with_sum(0, COPY | 8), _with_sum(5, 7)], "0 and 1"),
+        ([_with_sum(5, 7), _with_sum(0, COPY | 7), _with_sum(0, COPY | 8)], "0 and 2"),
+        ([_with_sum(5, 7), _with_sum(6, NO_SUM)], "0 and 1"),
+        ([_with_sum(5, 0), _with_sum(0, COPY | NO_SUM - 1)], "0 and 1"),
+        ([_with_sum(5, NO_SUM), _with_sum(0, COPY)], "0 and 1"),
     ):
-        sent = [RankDigest.from_json(one.to_json(), {}) for one in ranks]
+        sent = RankDigest.of_ranks([one.to_json() for one in ranks])
         problem = f"weights of a differs between ranks {told}, which have the same part"
         assert list(map(str, merge(sent).mismatches)) == [problem]
 
@@ -109,11 +113,35 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
         partitioned=True, frozen=["c"], ungrouped=["e"], types={"step": {"a": "F32"}}, trains=True, others=["d"],
         pending="gradients",
     )  # fmt: skip
-    parsed: dict[str, Any] = {}
-    for _ in range(2):
-        again = RankDigest.from_json(rank.to_json(), parsed)
+    both = RankDigest.of_ranks([rank.to_json(), rank.to_json()])
+    for again in both:
         assert np.array_equal(again.rows, rank.rows)
         fields = [name for name in RankDigest.__dataclass_fields__ if name != "rows"]
         assert {name: getattr(again, name) for name in fields} == {name: getattr(rank, name) for name in fields}
-    other = RankDigest.from_json(rank.to_json(), parsed)
-    assert other.groups is again.groups, "ranks that sent the same text share the objects"
+    assert both[0].groups is both[1].groups, "ranks that sent the same text share the objects"
+
+
+def _with_state(*rows: tuple[str, int, int], low: int = 1) -> RankDigest:
+    """Return a rank with parts of two states of one tensor of four elements: state, place and elements of each."""
+    parts = [Part(key, "a", "F32", (4,)) for key, _, _ in rows]
+    table = [[place, numel, low, 1, NO_SUM] for _, place, numel in rows]
+    return RankDigest(parts=parts, rows=np.array(table, dtype=np.uint64))
+
+
+def test_each_rank_has_the_same_elements_of_a_weight_and_of_its_states() -> None:
+    whole = [_with_state(("weights", at, 2), ("exp_avg", at, 2)) for at in (0, 2)]
+    assert merge(whole).mismatches == []
+    cut = [_with_state(("weights", 0, 2), ("exp_avg", 0, 1)), _with_state(("weights", 2, 2), ("exp_avg", 1, 3))]
+    told = ["exp_avg of a has other elements than the weights on ranks 0, 1"]
+    assert list(map(str, merge(cut).mismatches)) == told
+    lacking = [_with_state(("weights", 0, 4), ("exp_avg", 0, 4)), _with_state(("weights", 0, 4))]
+    assert list(map(str, merge(lacking).mismatches)) == ["exp_avg of a is missing on rank 1"]
+    assert merge(lacking, whole=False).mismatches == []
+
+
+def test_a_weight_that_is_gathered_has_the_values_of_its_partitions() -> None:
+    for places in ((0, 4), (0, 2)):
+        rank = _with_state(("weights", *places), ("gathered", 0, 4))
+        other = [_with_state(("weights", 2, 2), low=5)] if places == (0, 2) else []
+        found = [str(one) for one in merge([rank, *other], whole=False).mismatches]
+        assert found == (["weights of a is not the same gathered and partitioned"] if other else [])

@@ -12,22 +12,19 @@ import bisect
 import math
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpttool import digests
 from ckpttool.analysis.digest import SCALER
-from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import PlanError
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, micro_batches, shape_of
 from ckpttool.integrations.torch.live import (
     LiveState,
     Piece,
+    SavedDigests,
     number_of,
     options_of,
     scheduler_values,
@@ -41,18 +38,15 @@ from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM
 from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.files import Payload
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Counters of an engine that a load restores."""
-READ_BYTES = 1 << 24
-"""Bytes of a payload that are digested at once."""
 
 
 def unprovable(live: LiveEngine) -> str:
@@ -124,22 +118,19 @@ def engine_state(live: LiveEngine) -> LiveState:
         aliases=aliases,
         unproven=reader.unproven,
         partitioned=live.partitions_states,
-        frozen=[reader.name_of(name) for name, p in live.parameters().items() if not p.requires_grad],
-        ungrouped=[
-            n for name, p in live.parameters().items() if p.requires_grad and (n := reader.name_of(name)) not in groups
-        ],
+        frozen=[name for name, p in reader.parameters.items() if not p.requires_grad],
+        ungrouped=[name for name, p in reader.parameters.items() if p.requires_grad and name not in groups],
         trains=has_optimizer(live.optimizer),
         pending=f"the gradients of {count} micro batches since the last step" if count else "",
         others=live.model.others,
     )
 
 
-class SavedDigests:
-    """The digests that a save records, of the bytes that this rank writes; computed in any thread.
+def saved_digests(state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> SavedDigests:
+    """Return the digests that a save records, of the bytes that this rank writes.
 
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
-    state: at once, if the train loop continues before the save has ended, but not the module's copies of stage 3, which
-    a load makes from the masters.
+    state, but not the module's copies of stage 3 if the train loop continues, which a load makes from the masters.
 
     Args:
         state: The live state of this rank.
@@ -147,60 +138,37 @@ class SavedDigests:
         rank: Number of this rank.
         waits: Whether the train loop waits for the save.
     """
-
-    def __init__(self, state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> None:
-        self._memory = sorted(captured.memory, key=lambda held: held[0])
-        self._addresses = [address for address, _ in self._memory]
-        self._digests: list[Callable[[], int]] = []
-        pieces = []
-        for piece in state.pieces:
-            if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
-                continue
-            read = self._in_file(piece)
-            if read is None and (
-                (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name)))
-                or (piece.key == MODULE and not waits)
-            ):
-                continue
-            pieces.append(piece)
-            self._digests.append(read or (piece.digest if waits else partial(int, piece.digest())))
-        self._state = replace(state, pieces=pieces)
-
-    def _in_file(self, piece: Piece) -> Callable[[], int] | None:
-        """Return a function that digests the captured bytes of a part; None if they were not captured."""
-        tensor = piece.tensor
-        if not tensor.is_contiguous() or not (isinstance(piece.starts, int) or piece.whole):
-            return None
-        index = bisect.bisect_right(self._addresses, tensor.data_ptr()) - 1
-        if index < 0:
-            return None
-        address, payload = self._memory[index]
-        start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
-        if start + nbytes > payload.nbytes:
-            return None
-        first = piece.starts if isinstance(piece.starts, int) else 0
-        return partial(_digest_payload, payload, start, nbytes, numpy_dtype(piece.dtype), first)
-
-    def compute(self) -> RankDigest:
-        """Return the digests of this rank."""
-        return self._state.digest([digest() for digest in self._digests])
+    memory = sorted(captured.memory, key=lambda held: held[0])
+    pieces: list[Piece] = []
+    held: dict[int, Piece] = {}
+    for piece in state.pieces:
+        if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
+            continue
+        if (copy := _in_file(piece, memory)) is not None:
+            held[len(pieces)] = copy
+        elif (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name))) or (
+            piece.key == MODULE and not waits
+        ):
+            continue
+        pieces.append(piece)
+    return SavedDigests(replace(state, pieces=pieces), held, {}, waits=waits)
 
 
-def _digest_payload(payload: Payload, start: int, nbytes: int, dtype: Any, first: int) -> int:
-    width = dtype.itemsize
-    parts = []
-    for begin in range(start, start + nbytes, READ_BYTES):
-        values = np.frombuffer(payload.read(begin, min(begin + READ_BYTES, start + nbytes)), dtype=dtype)
-        parts.append(digests.digest(values, first + (begin - start) // width))
-    return digests.add(*parts)
+def _in_file(piece: Piece, memory: Sequence[tuple[int, Payload]]) -> Piece | None:
+    """Return a part with its captured bytes; None if they were not captured."""
+    tensor = piece.tensor
+    index = bisect.bisect_right(memory, tensor.data_ptr(), key=lambda held: held[0]) - 1
+    if index < 0 or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    address, payload = memory[index]
+    start, nbytes = tensor.data_ptr() - address, tensor.numel() * tensor.element_size()
+    if start + nbytes > payload.nbytes:
+        return None
+    return replace(piece, tensor=torch.frombuffer(payload.read(start, start + nbytes), dtype=tensor.dtype))
 
 
 class _Reader:
-    """Collects the parts of an engine's state.
-
-    Args:
-        live: The engine.
-    """
+    """Collects the parts of an engine's state."""
 
     def __init__(self, live: LiveEngine) -> None:
         self.live = live
@@ -210,9 +178,9 @@ class _Reader:
         self.unproven: dict[str, str] = {}
         self.values: dict[str, str] = {}
         """Other states, such as the blocks of an 8-bit optimizer: of this rank, if the states are partitioned."""
-        self._parameters = {self.name_of(name): p for name, p in live.parameters().items()}
-        self._names = {id(p): name for name, p in self._parameters.items()}
-        self._shapes = {name: shape_of(p) for name, p in self._parameters.items()}
+        self.parameters = {self.name_of(name): p for name, p in live.parameters().items()}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._shapes = {name: shape_of(p) for name, p in self.parameters.items()}
         trained = live.model.groups if live.model is not None else ()
         self._trained = {self.name_of(name) for names in trained for name in names}
 
@@ -230,11 +198,7 @@ class _Reader:
         return f"{found[1]}{rank * local + int(found[2])}{found[3]}"
 
     def _name(self, parameter: Any) -> str:
-        """Return the name of a parameter of the optimizer.
-
-        Raises:
-            PlanError: The module does not have it.
-        """
+        """Return the name of a parameter of the optimizer."""
         if id(parameter) not in self._names:
             problem = (
                 f"has an optimizer with a parameter of shape {[*shape_of(parameter)]} that its module does not have"
@@ -250,7 +214,7 @@ class _Reader:
     def read_weights(self) -> None:
         """Collect the module's weights, and its buffers."""
         masters = self.live.partitions_states or bool(self.live.wrapper and self.live.wrapper != OFFLOAD)
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             key = MODULE if masters and name in self._trained else WEIGHTS
             if not hasattr(parameter, "ds_tensor"):
                 self.pieces.append(Piece(key, name, parameter.data, tuple(parameter.shape), 0))
@@ -334,12 +298,7 @@ class _Reader:
 
         A partition of padding alone has an empty part of the last parameter, whose states it counts with.
         ``_hp_mapping`` is wrong for round-robin gradients; a parameter may have left the buffer until the next step.
-
-        Args:
-            group: The parameters in the order of the buffer.
-            low: Index of the first element of the partition.
-            size: Number of its elements.
-            places: Index of each parameter's first element, if there is padding between them.
+        ``places`` are the indexes of the parameters' first elements, if there is padding between them.
         """
         parts = []
         for p, at in zip(group, places or accumulate((p.numel() for p in group), initial=0), strict=False):

@@ -175,7 +175,6 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
         ProofError: It differs from the saved state; on every rank.
     """
     from ckpttool.integrations.deepspeed.live_state import engine_state  # imports torch
-    from ckpttool.integrations.torch.live import values_of
 
     checkpoint, fitted = prepared.checkpoint, prepared.fitted
     without = {"module"} if live.dtype != checkpoint.dtype else set()
@@ -185,9 +184,7 @@ def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadR
 
     def subject() -> LiveState:
         state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
-        values = {**state.values, **values_of("client_state", report.client_state)}
-        own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
-        return replace(state, values=values, own={**state.own, **own})
+        return state.with_given(report.client_state, report.rank_state)
 
     scope = Scope(
         weights_only=report.weights_only,

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.live_state import SavedDigests
     from ckpttool.integrations.live.options import LoadOptions
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import Save
     from ckpttool.integrations.live.run import Kept
+    from ckpttool.integrations.torch.live import SavedDigests
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
 
@@ -195,16 +195,13 @@ def _digests_of(
     live: LiveEngine, captured: EngineFiles, ranks: Ranks, save: Save, rank_state: Any, *, waits: bool
 ) -> SavedDigests | None:
     """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
-    from ckpttool.integrations.deepspeed.live_state import SavedDigests, engine_state
-    from ckpttool.integrations.torch.live import values_of
+    from ckpttool.integrations.deepspeed.live_state import engine_state, saved_digests
 
     try:
-        state = engine_state(live)
-        values = {**state.values, **values_of("client_state", save.client_state)}
-        own = {**state.own, **({} if rank_state is None else values_of("rank_state", rank_state))}
+        state = engine_state(live).with_given(save.client_state, rank_state)
         frozen = {*state.frozen} if save.exclude_frozen else set()
         pieces = [piece for piece in state.pieces if piece.name not in frozen]
-        return SavedDigests(replace(state, pieces=pieces, values=values, own=own), captured, ranks.rank, waits=waits)
+        return saved_digests(replace(state, pieces=pieces), captured, ranks.rank, waits=waits)
     except Exception as error:  # the save does not depend on it
         why = f"{error.path}: {error.problem}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
         if ranks.rank == 0:

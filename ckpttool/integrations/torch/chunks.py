@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpttool.checksums import crc32
 from ckpttool.containers import safetensors, torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import walk
@@ -44,18 +43,17 @@ from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
 from ckpttool.integrations.live.rank_states import rank_state_file
 from ckpttool.integrations.live.run import Captured
 from ckpttool.integrations.torch.live import (
+    SavedDigests,
     live_state,
     number_of,
     tensor_text,
     type_name,
-    values_of,
     wrapped_class,
 )
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 from ckpttool.messages import brief
 from ckpttool.model import Topology
-from ckpttool.model.rank_digest import NO_SUM
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, JoinedFile, PlainFile
@@ -63,7 +61,7 @@ from ckpttool.targets.dcp import LAYOUTS, client_state_of, metadata
 from ckpttool.targets.torch import storage_ref, view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -73,7 +71,6 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.run import Kept, Ready, Repeated
     from ckpttool.integrations.torch.live import LiveState, Piece
     from ckpttool.integrations.torch.live_run import LiveRun
-    from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile, Payload
     from ckpttool.targets.dcp import DcpLayout
@@ -232,13 +229,8 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, kept: Kept) -
     left_out = {*state.frozen} if save.exclude_frozen else set()
     if save.written.names is not None:
         left_out |= {piece.name for piece in state.pieces} - save.written.names.keys()
-    state = replace(
-        state,
-        pieces=[piece for piece in state.pieces if piece.name not in left_out],
-        values={**state.values, **values_of("client_state", save.client_state)},
-        own={**state.own, **({} if save.rank_state is None else values_of("rank_state", save.rank_state))},
-        pending="",
-    )
+    kept_pieces = [piece for piece in state.pieces if piece.name not in left_out]
+    state = replace(state.with_given(save.client_state, save.rank_state), pieces=kept_pieces, pending="")
     names = LAYOUTS[kept.layout]
     tensors = [*_tensors(run, state, names, save.written), *_numbers(run, names)]
     entries = sorted(tensors, key=lambda entry: [*map(str, entry.path)])
@@ -364,7 +356,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             copied = ((n, memory.copy_of(_bytes_of(piece.tensor))) for n, piece in enumerate(found.state.pieces))
             held |= {n: payload for n, payload in copied if payload is not None}
         copies = _copies(found.entries, shared, ranks.rank, {*digested})
-        digests = _Digests(found.state, held, copies, in_background=kept.in_background)
+        used = held.items() if kept.in_background else ()
+        copied_parts = {n: _copied(found.state.pieces[n], payload) for n, payload in used if n is not None}
+        digests = SavedDigests(found.state, copied_parts, copies, waits=not kept.in_background)
     except Exception as error:  # not raised here: the other ranks would wait for this one
         LOG.exception("the state of this rank could not be captured")
         problem = f"could not be captured: {type(error).__name__}: {error}"
@@ -753,43 +747,6 @@ def _unpacked(text: str) -> bytes:
 # --------------------------------------------------------------------------------------------------------- digests
 
 
-class _Digests:
-    """The digests of the parts of this rank.
-
-    A checksum, which takes a tenth of the time, shows whether a part that another rank digests has the same bytes.
-
-    Args:
-        state: Its live state.
-        held: By index of a part that it writes: the bytes to write.
-        copies: The parts that other ranks have too, by index: whether another one digests it.
-        in_background: Whether the run continues: what does not depend on the held bytes alone is computed at once.
-    """
-
-    def __init__(
-        self,
-        state: LiveState,
-        held: Mapping[int | None, Payload],
-        copies: Mapping[int, bool],
-        *,
-        in_background: bool,
-    ) -> None:
-        self._state = state
-        self._digests: list[Callable[[], int]] = []
-        self._sums: list[Callable[[], int]] = []
-        for n, piece in enumerate(state.pieces):
-            own = _copied(piece, held[n]) if in_background and n in held else piece
-            digest: Callable[[], int] = partial(int, 0) if copies.get(n) else own.digest
-            checked: Callable[[], int] = partial(_sum, own.tensor, copies[n]) if n in copies else partial(int, NO_SUM)
-            now = in_background and own is piece
-            self._digests.append(partial(int, digest()) if now else digest)
-            self._sums.append(partial(int, checked()) if now else checked)
-
-    def compute(self) -> RankDigest:
-        """Return the digests of this rank."""
-        sums = np.array([checked() for checked in self._sums], np.int64)
-        return self._state.digest([digest() for digest in self._digests], sums)
-
-
 def _copies(
     entries: Sequence[Entry], shared: Mapping[str, Any], rank: int, digested: Collection[int]
 ) -> dict[int, bool]:
@@ -804,13 +761,6 @@ def _copies(
         if entry.piece is not None and not (alone or entry.one_writer) and entry.tensor.device.type == "cpu":
             found[entry.piece] = n not in digested
     return found
-
-
-def _sum(tensor: Any, is_copy: bool) -> int:
-    """Return the entry of a part in ``RankDigest.sums``."""
-    stored = _bytes_of(tensor)
-    crc = crc32(stored.read(0, stored.nbytes))
-    return crc if is_copy else -1 - crc
 
 
 def _copied(piece: Piece, payload: Payload) -> Piece:

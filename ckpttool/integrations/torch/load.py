@@ -40,7 +40,6 @@ from ckpttool.integrations.torch.live import (
     live_state,
     piece_of,
     type_name,
-    values_of,
 )
 from ckpttool.integrations.torch.memory import empty, populated
 from ckpttool.integrations.torch.optimizers import Forms
@@ -274,9 +273,7 @@ def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> Liv
     """Return the live state after a load, with the values that the load returns."""
     extra = {name: one.state_dict() for name, one in run.extra.items()}
     state = live_state(run.named.module, optimizers, run.schedulers, extra)
-    values = {**state.values, **values_of("client_state", report.client_state)}
-    own = {} if report.rank_state is None else values_of("rank_state", report.rank_state)
-    return replace(state, values=values, own={**state.own, **own})
+    return state.with_given(report.client_state, report.rank_state)
 
 
 def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
