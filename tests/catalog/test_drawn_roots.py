@@ -123,7 +123,7 @@ def test_nothing_that_anyone_keeps_is_lost(
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # no test of the disk
     size = ROOTS // CHUNKS
     wrong, tried = [], 0
-    for seed in sampling.some(range(chunk * size, (chunk + 1) * size), 3, key=f"drawn roots {chunk}"):
+    for seed in sampling.some(range(chunk * size, (chunk + 1) * size), 2, key=f"drawn roots {chunk}"):
         try:
             _try(seed, tmp_path / str(seed))
         except AssertionError as error:

@@ -106,7 +106,7 @@ def test_a_death_at_every_request_loses_nothing(
     seen: set[str] = set()
     tried = 0
     every = [(at, how) for at, how in itertools.product(range(len(names)), ("before", "after")) if _changes(names[at])]
-    for at, how in sampling.some(every, 4, key="bucket"):
+    for at, how in sampling.some(every, 3, key="bucket"):
         outcome = attempt(Fault(0, at, how))
         tried += 1
         assert not outcome.succeeded

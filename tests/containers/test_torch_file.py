@@ -17,6 +17,7 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, StorageRef, TensorRef, walk
 from ckpttool.errors import CkptError, ContainerError
 from ckpttool.storage import LocalReader
+from tests import sampling
 from tests.containers.cases import CASES, FILES, FIXTURES, OF_CHECKPOINTS, Case, module_state
 from tests.containers.oracle import assert_reads_as_torch_loads, read
 from tests.hostile import BytesReader
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ckpttool.containers.unpickler import Unpickled
 
 
-@pytest.mark.parametrize("checkpoint", OF_CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", sampling.some(OF_CHECKPOINTS, 66, key="files"))
 def test_fixtures_read_as_torch_loads(checkpoint: str) -> None:
     for name in OF_CHECKPOINTS[checkpoint]:
         assert_reads_as_torch_loads(os.path.join(FIXTURES, name))

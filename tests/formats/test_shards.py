@@ -125,9 +125,11 @@ def _mix(bed: Bed, deed: Callable[[Path, Path], None], *, manifest: bool) -> Non
     print(dict(bed.counts))  # noqa: T201
 
 
+DEEDS = sampling.some(itertools.product(sampling.swept(NAMES), [_swapped, _copied, _copied_back, _missing]), 26)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
-@pytest.mark.parametrize("name", sampling.swept(NAMES))
+@pytest.mark.parametrize(("name", "deed"), DEEDS)
 def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     _mix(Bed(name, tmp_path), deed, manifest=False)
 
@@ -140,8 +142,7 @@ def test_no_two_swapped_shards_are_taken_for_each_other(name: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deed", [_swapped, _copied, _copied_back, _missing])
-@pytest.mark.parametrize("name", sampling.swept(NAMES))
+@pytest.mark.parametrize(("name", "deed"), DEEDS)
 def test_none_does_where_there_is_a_manifest(name: str, deed: Callable[[Path, Path], None], tmp_path: Path) -> None:
     bed = Bed(name, tmp_path)
     manifest = Manifest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -376,8 +377,11 @@ def _all_of(run: tuple[Any, Any, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    sampling.some(itertools.product(OPTIMIZERS, [torch.float32, torch.bfloat16]), len(OPTIMIZERS) + 3),
+    ids=str,
+)
 def test_every_optimizer_goes_on_as_if_it_had_not_stopped(optimizer: str, dtype: torch.dtype, tmp_path: Path) -> None:
     saved = _run(optimizer, dtype)
     _train(saved, range(3))
