@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.concurrency import Tally
 from ckpttool.errors import CkptError, StorageError
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.base import Storage, WritableStorage
+    from ckpttool.storage.base import Storage
 
 
 def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Entry]]:
@@ -118,22 +118,6 @@ AHEAD_BYTES = 1 << 16
 """Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
 
 
-class RangeStorage(Protocol):
-    """The members of ``RemoteStorage`` that its readers use."""
-
-    def call(self, path: str, function: Callable[[], T]) -> T:
-        """Make a request; see ``RemoteStorage.call``."""
-
-    def entry(self, path: str) -> Entry:
-        """Return the entry of a file."""
-
-    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
-        """Return the bytes [start, end) of a file; one request."""
-
-    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
-        """Return the bytes [start, end) of each reader."""
-
-
 class RemoteReader:
     """An open remote file. Threads may share it.
 
@@ -146,7 +130,7 @@ class RemoteReader:
 
     remote = True
 
-    def __init__(self, storage: RangeStorage, path: str, entry: Entry, *, ahead: bool) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
         self.storage = storage
         self.path = path
         self.nbytes = entry.nbytes
@@ -254,7 +238,7 @@ class SmallWriter(Writer):
         new: Whether it must not replace a file.
     """
 
-    def __init__(self, storage: WritableStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
         self.path = path
         self.part_bytes = part_bytes
         self._storage = storage
@@ -282,31 +266,6 @@ class SmallWriter(Writer):
         """Do nothing: no part is stored before ``commit``."""
 
 
-class UploadStorage(Protocol):
-    """The members of ``RemoteStorage`` that a stream writer uses."""
-
-    fs: Any
-    """The file system of fsspec."""
-
-    def call(self, path: str, function: Callable[[], T]) -> T:
-        """Make a request; see ``RemoteStorage.call``."""
-
-    def key(self, path: str) -> str:
-        """Return the path that fsspec uses."""
-
-    def exists(self, path: str) -> bool:
-        """Return whether the path exists."""
-
-    def entry(self, path: str) -> Entry:
-        """Return the entry of a file."""
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files."""
-
-    def forget(self) -> None:
-        """Drop cached listings."""
-
-
 class StreamWriter(Writer):
     """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
 
@@ -316,7 +275,7 @@ class StreamWriter(Writer):
         part_bytes: Size of a part in bytes.
     """
 
-    def __init__(self, storage: UploadStorage, path: str, part_bytes: int) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
         self.part_bytes = part_bytes
