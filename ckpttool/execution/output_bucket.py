@@ -92,21 +92,8 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
         raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
 
 
-@contextlib.contextmanager
-def bucket_output(
-    storage: RemoteStorage,
-    out: str,
-    plan: CopyPlan,
-    *,
-    overwrite: bool | None,
-    replaces: Callable[[str], bool],
-    last: Sequence[str] = (),
-    key: str = "",
-    resume: bool = False,
-) -> Iterator[BucketOutput]:
-    """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
-
-    The body calls ``complete`` after the last write.
+class BucketOutput:
+    """The output of a plan in a bucket.
 
     Args:
         storage: Storage of OUT.
@@ -117,22 +104,7 @@ def bucket_output(
         last: Names of files to write last, in this order.
         key: Fingerprint of the plan: a run with the same key can resume the upload.
         resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
-
-    Raises:
-        StorageError: Writing failed.
     """
-    output = BucketOutput(storage, out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume)
-    try:
-        yield output
-        output.commit()
-    except BaseException as error:
-        if not resume or isinstance(error, LayoutError | ChecksumError):  # a resumed run must not keep wrong files
-            output.discard()
-        raise
-
-
-class BucketOutput:
-    """The output of a plan in a bucket; see ``bucket_output``."""
 
     any_offset = False
 
@@ -144,9 +116,9 @@ class BucketOutput:
         *,
         overwrite: bool | None,
         replaces: Callable[[str], bool],
-        last: Sequence[str],
-        key: str,
-        resume: bool,
+        last: Sequence[str] = (),
+        key: str = "",
+        resume: bool = False,
     ) -> None:
         self._storage = storage
         self.path = out.rstrip("/")
@@ -168,6 +140,23 @@ class BucketOutput:
         self._names = [f.name for f in plan.files]
         self.existing_names = Lazy(self._claim)
         """Names in OUT except leftovers of killed runs. Computed before the first write, in parallel with reads."""
+
+    @contextlib.contextmanager
+    def committed(self) -> Iterator[BucketOutput]:
+        """Context manager: commit the output if the body succeeds, discard it if not.
+
+        The body calls ``complete`` after the last write.
+
+        Raises:
+            StorageError: Writing failed.
+        """
+        try:
+            yield self
+            self.commit()
+        except BaseException as error:
+            if not self._resume or isinstance(error, LayoutError | ChecksumError):  # resume must not keep wrong files
+                self.discard()
+            raise
 
     def url(self, name: str) -> str:
         """URL of a file of OUT."""
