@@ -31,7 +31,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of, mode_of_file
-from ckpttool.execution.run import MEMORY, run
+from ckpttool.execution.run import MEMORY, Output, run
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import METADATA, SHARD, THIN_METADATA
@@ -330,10 +330,8 @@ class _Work:
             raise TakenError(path, "was changed by another process while the checkpoint was being thinned", TAKEN)
 
 
-class _Beside:
+class _Beside(Output):
     """An ``Output`` of durable files in the directory of a checkpoint."""
-
-    any_offset = False
 
     def __init__(self, storage: WritableStorage, directory: str, mode: int) -> None:
         self._storage = storage
@@ -341,17 +339,11 @@ class _Beside:
         self._mode = mode
         self.files: list[_HashedFile] = []
 
-    def has(self, _: TargetFile) -> bool:
-        return False
-
     def begin(self, file: TargetFile) -> Writer:
         path = posixpath.join(self._directory, file.name)
         writer = self._storage.writer(path, file.nbytes, new=True, mode=self._mode)
         self.files.append(_HashedFile(file, writer))
         return self.files[-1]
-
-    def shared_file(self) -> None:
-        """Return None: this process writes all files."""
 
 
 class _HashedFile(Writer):

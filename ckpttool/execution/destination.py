@@ -21,7 +21,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import run
+from ckpttool.execution.run import Output, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
     BESIDE,
@@ -345,23 +345,15 @@ class _DiffersError(Exception):
     """A file of OUT has other bytes than the plan."""
 
 
-class _Comparison:
+class _Comparison(Output):
     """An ``Output`` that compares the bytes of a plan with the files of OUT instead of writing them."""
-
-    any_offset = False
 
     def __init__(self, storage: Storage, out: str) -> None:
         self._storage = storage
         self._out = out
 
-    def has(self, _: TargetFile) -> bool:
-        return False
-
     def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
-
-    def shared_file(self) -> None:
-        """Return None: this process reads all files."""
 
 
 class _ComparedFile(Writer):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.commit import MAX_MARK_BYTES
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
+from ckpttool.execution.run import Output
 from ckpttool.storage import MARK, Writer, read_json
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.staging import MAX_KEPT_BYTES, kept_name, not_empty
@@ -92,7 +93,7 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
         raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
 
 
-class BucketOutput:
+class BucketOutput(Output):
     """The output of a plan in a bucket.
 
     Args:
@@ -105,8 +106,6 @@ class BucketOutput:
         key: Fingerprint of the plan: a run with the same key can resume the upload.
         resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
     """
-
-    any_offset = False
 
     def __init__(
         self,
@@ -225,28 +224,20 @@ class BucketOutput:
             self._uploads.append(upload)
         return upload
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file; a file that replaces another, or is one of ``last``, is held back until the commit."""
-        if self._is_held_back(name):
-            self._held_back[name] = data
-            return
-        with self._lock:
-            self._written.append(name)
-        self._storage.put(self.url(name), data)
+    def hold_back(self, name: str, data: bytes) -> None:
+        """Keep the bytes of a small file until the commit."""
+        self._held_back[name] = data
 
     def part_writer(self, name: str) -> PartWriter:
-        """Return the part writer of a small file; one that is held back returns its bytes to this process."""
-        if self._is_held_back(name):
+        """Return the part writer of a small file.
+
+        One that replaces another, or is one of ``last``, is held back: its writer returns the bytes to this process.
+        """
+        if name in self.existing_names() or name in self._last:
             return _ReturningWriter()
         with self._lock:
             self._written.append(name)
         return _SmallFileWriter(self._storage, self.url(name))
-
-    def _is_held_back(self, name: str) -> bool:
-        return name in self.existing_names() or name in self._last
-
-    def shared_file(self) -> None:
-        """Return None: all nodes see the same bucket."""
 
     def complete(self) -> None:
         """Make all files visible, the files of ``last`` at the end; readers refuse them until the commit."""
@@ -307,14 +298,14 @@ class _SmallFile(Writer):
         self._output.existing_names()
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        self._output.put(self._name, bytes(data))
+        self.accept(start, len(data), self.part_writer().write(start, memoryview(data)))
 
     def part_writer(self) -> PartWriter:
         return self._output.part_writer(self._name)
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
         if result is not None:
-            self._output.put(self._name, result)
+            self._output.hold_back(self._name, result)
 
 
 @dataclass(frozen=True, slots=True)

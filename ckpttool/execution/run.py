@@ -48,13 +48,14 @@ def memory_bytes(memory: int | str | None) -> int:
 
 
 class Output(Protocol):
-    """The destination of a plan's files."""
+    """The destination of a plan's files. Classes that inherit from it begin each file, in this process."""
 
-    any_offset: bool
+    any_offset: bool = False
     """Whether its writers take bytes in any size at any offset."""
 
     def has(self, file: TargetFile) -> bool:
         """Whether an earlier run completed the file."""
+        return False
 
     def begin(self, file: TargetFile) -> Writer:
         """Begin to write a file.
@@ -69,6 +70,7 @@ class Output(Protocol):
         Raises:
             StorageError: The file cannot be created.
         """
+        return None
 
 
 def run(

@@ -27,9 +27,9 @@ from ckpttool.storage.base import (
     Described,
     Entry,
     ExistsError,
+    Reader,
+    WritableStorage,
     Writer,
-    check_text,
-    decode_text,
     walk,
 )
 from ckpttool.storage.removal import remove_remote
@@ -38,7 +38,6 @@ from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
 
     from ckpttool.ranges import ByteRange
     from ckpttool.storage.base import Storage
@@ -118,7 +117,7 @@ AHEAD_BYTES = 1 << 16
 """Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
 
 
-class RemoteReader:
+class RemoteReader(Reader):
     """An open remote file. Threads may share it.
 
     Args:
@@ -137,14 +136,6 @@ class RemoteReader:
         self.version = entry.version
         self._ahead = ahead
         self._cache: list[tuple[int, bytes]] = []
-
-    def __enter__(self) -> RemoteReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -350,7 +341,7 @@ FAR_APART = 8
 """Most unrelated directories to list one by one; for more, one request lists their common parent directory."""
 
 
-class RemoteStorage(Described):
+class RemoteStorage(Described, WritableStorage):
     """A storage behind an fsspec file system. Threads may share it.
 
     Args:
@@ -516,15 +507,6 @@ class RemoteStorage(Described):
         entry = self.entry(path)
         return RemoteReader(self, path, entry, ahead=ahead)
 
-    def read_text(self, path: str) -> str:
-        """Return the content of a small text file.
-
-        Raises:
-            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
-        """
-        with self.open(path) as reader:
-            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
-
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """Return the bytes [start, end) of a file; one request."""
         return bytes(self.fs.cat_file(self.key(path), start=start, end=end))
@@ -558,10 +540,6 @@ class RemoteStorage(Described):
     def make_directory(self, path: str) -> None:
         """Do nothing but drop cached listings: a storage of objects has no directories."""
         self.forget()
-
-    def free_bytes(self, path: str) -> int | None:
-        """Return None: fsspec file systems do not report free bytes."""
-        return None
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
         """Write or replace a small file.
@@ -657,13 +635,6 @@ class RemoteStorage(Described):
             self.fs.rm_file(key)
         except NotImplementedError:  # adlfs 2025.8 and older
             self.fs.rm(key)
-
-    def sync(self, path: str) -> None:
-        """Do nothing: remote storages answer when a file is durable."""
-
-    def rename(self, path: str, to: str) -> bool:
-        """Return False: object storages cannot rename directories."""
-        return False
 
     def move_tree(self, path: str, to: str) -> None:
         """Copy the files of a directory within the storage, then delete the old ones.

@@ -14,8 +14,7 @@ from ckpttool.storage.base import (
     Described,
     Entry,
     ExistsError,
-    check_text,
-    decode_text,
+    WritableStorage,
     translate_os_errors,
 )
 from ckpttool.storage.local_reader import LocalReader, version_of
@@ -33,7 +32,7 @@ ATTEMPTS = 10
 """Maximum number of attempts to write a small file while other processes remove incomplete files."""
 
 
-class LocalStorage(Described):
+class LocalStorage(Described, WritableStorage):
     """The storage of local files."""
 
     remote = False
@@ -66,9 +65,6 @@ class LocalStorage(Described):
                 entries.append(Entry(item.name, is_dir, nbytes, version_of(info), info.st_mtime))
         return sorted(entries, key=lambda e: e.name)
 
-    def list_tree(self, path: str) -> None:
-        """Do nothing: local listings need no prefetch."""
-
     def is_dir(self, path: str) -> bool:
         """Return whether the path is a directory."""
         return os.path.isdir(path)
@@ -85,21 +81,9 @@ class LocalStorage(Described):
         """
         return LocalReader(path)
 
-    def read_text(self, path: str) -> str:
-        """Return the content of a small text file.
-
-        Raises:
-            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
-        """
-        with self.open(path) as reader:
-            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
-
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
         """Return the bytes [start, end) of each reader."""
         return [reader.read(start, end) for reader, start, end in wanted]
-
-    def refresh(self, paths: Sequence[str]) -> None:
-        """Do nothing: local listings are not cached."""
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -219,9 +203,6 @@ class LocalStorage(Described):
             StorageError: A file cannot be removed.
         """
         remove_local(path.rstrip("/"), unless_pinned=unless_pinned)
-
-    def abandon(self, path: str) -> None:
-        """Do nothing: temporary files are in the directory itself."""
 
 
 def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool, over: str | None) -> bool:
