@@ -210,7 +210,10 @@ def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new:
 
     writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
     try:
-        writer.append(parts)
+        start = 0
+        for part in parts:
+            writer.write(start, part)
+            start += len(part)
         if over is not None and version_of(os.stat(path)) != over:
             writer.discard()
             return False
