@@ -146,6 +146,7 @@ class RangeReader(Protocol):
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; a remote storage may coalesce and overlap the requests."""
+        return [self.read(where.start, where.end) for where in ranges]
 
     def close(self) -> None:
         """Release the file."""
@@ -254,6 +255,7 @@ class Storage(Protocol):
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> Sequence[bytes | memoryview]:
         """Return the bytes [start, end) of each reader of this storage; remote reads run concurrently."""
+        return [reader.read(start, end) for reader, start, end in wanted]
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Drop cached listings; with ``paths``, a remote storage lists their directories again."""

@@ -24,7 +24,7 @@ from ckpttool.storage.system_calls import sync_directory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckpttool.storage.base import Reader, Storage
+    from ckpttool.storage.base import Storage
     from ckpttool.storage.local_writer import LocalWriter
 
 
@@ -80,10 +80,6 @@ class LocalStorage(Described, WritableStorage):
             StorageError: The file is missing, not a regular file, or not readable.
         """
         return LocalReader(path)
-
-    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
-        """Return the bytes [start, end) of each reader."""
-        return [reader.read(start, end) for reader, start, end in wanted]
 
     # ------------------------------------------------------------------------------------------- writing
 

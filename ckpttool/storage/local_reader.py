@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat as stat_module
-from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import (
@@ -13,11 +12,6 @@ from ckpttool.storage.base import (
     storage_error,
     translate_os_errors,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ckpttool.ranges import ByteRange
 
 
 class LocalReader(Reader):
@@ -80,10 +74,6 @@ class LocalReader(Reader):
             if got == 0:
                 raise self._shrunk(start + done)
             done += got
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order."""
-        return [self.read(r.start, r.end) for r in ranges]
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was opened.
