@@ -233,11 +233,11 @@ class BucketOutput(Output):
 
         One that replaces another, or is one of ``last``, is held back: its writer returns the bytes to this process.
         """
-        if name in self.existing_names() or name in self._last:
-            return _ReturningWriter()
-        with self._lock:
-            self._written.append(name)
-        return _SmallFileWriter(self._storage, self.url(name))
+        held = name in self.existing_names() or name in self._last
+        if not held:
+            with self._lock:
+                self._written.append(name)
+        return _SmallFileWriter(self._storage, self.url(name), held)
 
     def complete(self) -> None:
         """Make all files visible, the files of ``last`` at the end; readers refuse them until the commit."""
@@ -310,21 +310,17 @@ class _SmallFile(Writer):
 
 @dataclass(frozen=True, slots=True)
 class _SmallFileWriter:
-    """Part writer of a small file: one request."""
+    """Part writer of a small file: one request, or the bytes of a file that is held back, which this process writes."""
 
     storage: RemoteStorage
     path: str
+    held: bool
 
-    def write(self, start: int, data: memoryview) -> None:
+    def write(self, start: int, data: memoryview) -> bytes | None:
+        if self.held:
+            return bytes(data)
         self.storage.put(self.path, bytes(data))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReturningWriter:
-    """Part writer of a file that is held back: returns the bytes, and the committing process writes them."""
-
-    def write(self, start: int, data: memoryview) -> bytes:
-        return bytes(data)
+        return None
 
 
 class _LargeFile(Writer):
