@@ -176,11 +176,7 @@ def _offer(
 
 
 def _begin(
-    storage: WritableStorage,
-    claim: Claim,
-    request: Request,
-    index: Index | None,
-    offers: Sequence[Mapping[str, Any]],
+    storage: WritableStorage, claim: Claim, request: Request, index: Index | None, offers: Sequence[Mapping[str, Any]]
 ) -> str:
     """Step 1, on rank 0: check that the save can begin, and claim its directory; return the attempt's identifier.
 
@@ -214,12 +210,7 @@ def _begin(
 
 
 def _write(
-    storage: WritableStorage,
-    ranks: Ranks,
-    claim: Claim,
-    request: Request,
-    files: Sequence[OutgoingFile],
-    attempt: str,
+    storage: WritableStorage, ranks: Ranks, claim: Claim, request: Request, files: Sequence[OutgoingFile], attempt: str
 ) -> dict[str, Any]:
     """Step 2, on every rank: write its files; return their checksums."""
     if ranks.rank:
@@ -235,11 +226,7 @@ def _write(
 
 
 def _finish(
-    storage: WritableStorage,
-    claim: Claim,
-    request: Request,
-    index: Index | None,
-    results: Sequence[Mapping[str, Any]],
+    storage: WritableStorage, claim: Claim, request: Request, index: Index | None, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.
 
