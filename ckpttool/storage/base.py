@@ -126,7 +126,10 @@ class Entry(NamedTuple):
 
 
 class RangeReader(Protocol):
-    """An open file with reads of byte ranges. Threads may share it."""
+    """An open file with reads of byte ranges. Threads may share it.
+
+    Classes that inherit from it read ranges one by one, and leave the file open, unless they override methods.
+    """
 
     path: str
     """Path or URL of the file, as error messages show it."""
@@ -150,6 +153,7 @@ class RangeReader(Protocol):
 
     def close(self) -> None:
         """Release the file."""
+        return
 
 
 class Reader(RangeReader, Protocol):
