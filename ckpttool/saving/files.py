@@ -48,7 +48,7 @@ class Payload(Protocol):
     """Size in bytes."""
 
     def read(self, start: int, end: int) -> memoryview:
-        """Return the bytes [start, end), valid until the next call."""
+        """Return the bytes [start, end), valid until the next call of the same thread."""
 
 
 class HostPayload:
@@ -117,13 +117,13 @@ class PlainFile(OutgoingFile):
         return sum(payload.nbytes for payload in self._payloads)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """Yield all bytes of the file, in order; wait for each payload's checksum, which precedes its bytes."""
+        """Yield all bytes of the file, in order, while another thread of ``mapped`` may hash them."""
         starts = accumulate((payload.nbytes for payload in self._payloads), initial=0)
         hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [*zip(starts, self._payloads, strict=False)])
         self._hashed = []
-        for payload, own in zip(self._payloads, hashed, strict=True):
+        for payload in self._payloads:
             yield from _pieces(payload)
-            self._hashed += own
+            self._hashed += next(hashed)
 
 
 @dataclass(slots=True)
