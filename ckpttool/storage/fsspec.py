@@ -219,7 +219,7 @@ class RemoteReader(Reader):
 
 
 class SmallWriter(Writer):
-    """Buffers a small file and writes it with one request.
+    """Buffers a small file and writes it with one request; no part is stored before.
 
     Args:
         storage: Storage of the file.
@@ -252,9 +252,6 @@ class SmallWriter(Writer):
             self._storage.put(self.path, data)
         elif not self._storage.put_new(self.path, data):
             raise ExistsError(self.path, "exists already", "choose another name")
-
-    def discard(self) -> None:
-        """Do nothing: no part is stored before ``commit``."""
 
 
 class StreamWriter(Writer):
