@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpttool.blocks import Line, Table
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
+from ckpttool.execution.run import nbytes_read
 from ckpttool.formats import Source, source_paths
 from ckpttool.formats.layouts import Place
 from ckpttool.storage import is_url, local_path, without_credentials
@@ -208,7 +209,7 @@ class Run:
             dry_run=options.dry_run,
             there=there,
             files=tuple(WrittenFile(f.name, f.nbytes) for f in plan.files),
-            nbytes_read=destination.nbytes_read(plan, self._workers),
+            nbytes_read=nbytes_read(plan, to_disk=not destination.remote, workers=self._workers),
             nbytes_written=plan.nbytes_written,
             overflowed=overflowed,
             seconds=time.perf_counter() - self._began,

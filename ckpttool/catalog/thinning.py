@@ -31,7 +31,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of, mode_of_file
-from ckpttool.execution.run import MEMORY, run
+from ckpttool.execution.run import MEMORY, Output, run
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import METADATA, SHARD, THIN_METADATA
@@ -265,21 +265,24 @@ class _Work:
         options, checkpoint = self.options, self.checkpoint
         output = _Beside(self.storage, self.directory, mode_of(checkpoint))
         jobs = options.jobs or default_jobs(remote=checkpoint.storage.remote)
+        written = {}
         try:
             for plan in self.thinning.plan.plans:
                 checks = checks_for(plan.sources, checkpoint, "read")
                 run(plan, output, jobs=jobs, memory=options.memory, advance=self.advance, checks=checks)
-            for file in output.files:
+            while output.files:
                 self._check_ours()
-                file.commit()
+                output.files[0].writer.commit()
+                file = output.files.pop(0)
+                written[file.name] = file.checksums
             self.storage.sync(self.directory)
         except ExistsError as error:
             raise TakenError(error.path, ALREADY, TAKEN) from error
         finally:
             for file in output.files:
                 with contextlib.suppress(CkptError):
-                    file.discard()
-        return {file.name: file.checksums for file in output.files}
+                    file.writer.discard()
+        return written
 
     def _written(self, names: Collection[str]) -> Checkpoint:
         """Open the written checkpoint, before its commit."""
@@ -330,28 +333,21 @@ class _Work:
             raise TakenError(path, "was changed by another process while the checkpoint was being thinned", TAKEN)
 
 
-class _Beside:
+class _Beside(Output):
     """An ``Output`` of durable files in the directory of a checkpoint."""
-
-    any_offset = False
 
     def __init__(self, storage: WritableStorage, directory: str, mode: int) -> None:
         self._storage = storage
         self._directory = directory
         self._mode = mode
         self.files: list[_HashedFile] = []
-
-    def has(self, _: TargetFile) -> bool:
-        return False
+        """The files that are not committed."""
 
     def begin(self, file: TargetFile) -> Writer:
         path = posixpath.join(self._directory, file.name)
         writer = self._storage.writer(path, file.nbytes, new=True, mode=self._mode)
         self.files.append(_HashedFile(file, writer))
         return self.files[-1]
-
-    def shared_file(self) -> None:
-        """Return None: this process writes all files."""
 
 
 class _HashedFile(Writer):
@@ -361,33 +357,21 @@ class _HashedFile(Writer):
         self.name = file.name
         self.path = writer.path
         self.part_bytes = writer.part_bytes
+        self.writer = writer
         self._nbytes = file.nbytes
-        self._writer = writer
         self._hashed: list[tuple[int, int, int]] = []
-        self._committed = False
 
     @property
     def checksums(self) -> Checksums:
         return of_pieces(self._nbytes, sorted(self._hashed))
 
-    def open(self) -> None:
-        self._writer.open()
-
     def write(self, start: int, data: bytes | memoryview) -> None:
         pieces = cuts(start, start + len(data), chunk_bytes(self._nbytes))
         self._hashed.extend([(a, b - a, crc32(data[a - start : b - start])) for a, b in pieces])
-        self._writer.write(start, data)
+        self.writer.write(start, data)
 
     def fail(self, error: BaseException) -> None:
-        self._writer.fail(error)
-
-    def commit(self) -> None:
-        self._writer.commit()
-        self._committed = True
-
-    def discard(self) -> None:
-        if not self._committed:
-            self._writer.discard()
+        self.writer.fail(error)
 
 
 # ------------------------------------------------------------------------------------------------- after a crash

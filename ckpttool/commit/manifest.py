@@ -114,7 +114,7 @@ class Manifest:
         Args:
             key: Key that signs the manifest; None for no signature.
         """
-        files = {name: _entry(file) for name, file in sorted(self.files.items())}
+        files = {name: entry_of(file) for name, file in sorted(self.files.items())}
         without = {"files"} | ({"origin"} if self.origin is None else set())
         values = {k: v for k, v in _shallow(self).items() if k not in without}
         found = json.loads(json.dumps({"format": 1 if self.stage is not None else FORMAT, **values, "files": files}))
@@ -134,7 +134,8 @@ def _canonical(found: Mapping[str, Any], without: Collection[str] = (CHECKSUM, S
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _entry(file: Checksums) -> dict[str, Any]:
+def entry_of(file: Checksums) -> dict[str, Any]:
+    """Return the checksums of a file as JSON data."""
     entry: dict[str, Any] = {"nbytes": file.nbytes, "chunk_bytes": file.chunk_bytes, "crc32": _packed(file.crcs)}
     if file.directory is not None:
         entry["directory"] = list(file.directory)
@@ -247,7 +248,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise _LaterError
     if (CHECKSUM in found or SINCE_CHECKSUM in found) and found.get(CHECKSUM) != checksum(found):
         raise ValueError("the checksum does not match the fields")
-    files = {str(name): _checksums(values) for name, values in found["files"].items()}
+    files = {str(name): checksums_of(values) for name, values in found["files"].items()}
     if any(part in {"", ".", ".."} for name in files for part in name.split("/")):
         raise ValueError("a name leads out of the directory")
     return Manifest(
@@ -333,7 +334,12 @@ def _digests(found: Any) -> dict[str, Any] | None:
     return None if found is None else dict(found)
 
 
-def _checksums(values: Mapping[str, Any]) -> Checksums:
+def checksums_of(values: Mapping[str, Any]) -> Checksums:
+    """Return the checksums in an entry of ``entry_of``.
+
+    Raises:
+        ValueError: They do not fit the size; other malformed entries may also raise KeyError, TypeError and the like.
+    """
     nbytes, size = int(values["nbytes"]), int(values["chunk_bytes"])
     raw = base64.b64decode(values["crc32"], validate=True)
     count = -(-nbytes // size) if size >= MIN_CHUNK_BYTES else -1

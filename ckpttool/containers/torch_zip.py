@@ -167,16 +167,6 @@ class Template:
         return changed
 
 
-def directory_start(reader: RangeReader) -> int:
-    """Return the offset of the central directory, the last structure of an archive.
-
-    Raises:
-        ContainerError: The archive is cut off or damaged.
-        StorageError: The file cannot be read.
-    """
-    return _read_directory(reader, MAX_DIRECTORY_BYTES)[0].start
-
-
 class _Directory(NamedTuple):
     """The entries of a central directory, by column: archives of large models have thousands of records."""
 

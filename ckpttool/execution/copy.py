@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from ckpttool.concurrency import MemoryBudget
     from ckpttool.execution.sources import Sources
     from ckpttool.plan import CopyPlan, Gather, TargetFile
-    from ckpttool.storage import Reader
+    from ckpttool.storage import PartWriter, Reader
     from ckpttool.units import Advance
 
 
@@ -326,6 +327,31 @@ class PartAssembler:
             return fetched, 0
         part = np.empty(end - start, dtype=np.uint8).data  # not zeros: other threads would wait for the fill
         return part, self.fill(start, part)
+
+    def task(self, into: PartWriter, start: int, end: int, budget: MemoryBudget) -> Callable[[], tuple[int, Any]]:
+        """Return a task that assembles the bytes [start, end) of the file and writes them; acquire its memory now.
+
+        Now, in the order of the parts: a writer that takes parts in order waits for earlier parts, and these must not
+        wait for memory that later parts hold.
+
+        Args:
+            into: Writes the bytes.
+            start: First byte of the part.
+            end: Byte after the last.
+            budget: Bytes of the parts in flight; the task releases the bytes of its part.
+
+        Returns:
+            A function that returns the number of finite values cast to infinity, and the result of the writer; it
+            raises as ``assemble`` and the writer.
+        """
+        return partial(self._write, into, start, end, partial(budget.release, budget.acquire(self.cost(end - start))))
+
+    def _write(self, into: PartWriter, start: int, end: int, release: Callable[[], None]) -> tuple[int, Any]:
+        try:
+            data, overflowed = self.assemble(start, end)
+            return overflowed, into.write(start, data)
+        finally:
+            release()
 
     def _fetched_whole(self, start: int, end: int) -> memoryview | None:
         """Return the bytes [start, end) as fetched, if they are uncast in one range of a remote source; else None."""

@@ -21,7 +21,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import nbytes_read, run
+from ckpttool.execution.run import Output, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
     BESIDE,
@@ -68,22 +68,6 @@ class Needs:
     """Free bytes of the file system of OUT; None where the storage does not report them."""
     memory_bytes: int
     """Peak memory of this process, in bytes: its memory now and the buffers of the run. For Ray, of one task."""
-
-
-def forecast(plan: CopyPlan, options: RunOptions, *, remote: bool, free_bytes: int | None) -> Needs:
-    """Return the disk space and memory of a run; nothing is read.
-
-    Args:
-        plan: The plan.
-        options: Threads and memory of the run.
-        remote: Whether the output is remote.
-        free_bytes: Free bytes of the file system of the output, if known.
-    """
-    if remote or any(file.storage.remote for file in plan.sources):
-        buffers = min(options.memory, 4 * plan.nbytes_written)
-    else:
-        buffers = (options.jobs or default_jobs()) * THREAD_BYTES
-    return Needs(free_bytes, resident_bytes() + CODE_BYTES + buffers)
 
 
 def resident_bytes() -> int:
@@ -306,11 +290,12 @@ class Destination:
         """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not."""
         replaces = _of_same_kind(plan)
         if self._remote is not None:
-            from ckpttool.execution.output_bucket import bucket_output
+            from ckpttool.execution.output_bucket import BucketOutput
 
-            with bucket_output(
+            uploads = BucketOutput(
                 self._remote, self.out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume
-            ) as uploads:
+            )
+            with uploads.committed():
                 yield uploads
             return
         names = {file.name.split("/")[0] for file in plan.files}
@@ -349,34 +334,26 @@ class Destination:
         if self._remote is None:
             staging.check_space(self.out, plan.nbytes_written)
         free = staging.free_bytes(self.out) if self._remote is None else self._remote.free_bytes(self.out)
-        return forecast(plan, options, remote=self.remote, free_bytes=free)
-
-    def nbytes_read(self, plan: CopyPlan, workers: object) -> int:
-        """Return the number of source bytes that ``write`` reads."""
-        return nbytes_read(plan, to_disk=self._remote is None, workers=workers)
+        if self.remote or any(file.storage.remote for file in plan.sources):
+            buffers = min(options.memory, 4 * plan.nbytes_written)
+        else:
+            buffers = (options.jobs or default_jobs()) * THREAD_BYTES
+        return Needs(free, resident_bytes() + CODE_BYTES + buffers)
 
 
 class _DiffersError(Exception):
     """A file of OUT has other bytes than the plan."""
 
 
-class _Comparison:
+class _Comparison(Output):
     """An ``Output`` that compares the bytes of a plan with the files of OUT instead of writing them."""
-
-    any_offset = False
 
     def __init__(self, storage: Storage, out: str) -> None:
         self._storage = storage
         self._out = out
 
-    def has(self, _: TargetFile) -> bool:
-        return False
-
     def begin(self, file: TargetFile) -> Writer:
         return _ComparedFile(self._storage, f"{self._out}/{file.name}")
-
-    def shared_file(self) -> None:
-        """Return None: this process reads all files."""
 
 
 class _ComparedFile(Writer):

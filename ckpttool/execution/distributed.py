@@ -10,21 +10,21 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpttool.concurrency import MemoryBudget, default_jobs, in_threads
+from ckpttool.concurrency import MemoryBudget, default_jobs, in_order, in_threads
 from ckpttool.errors import StorageError
 from ckpttool.execution.checks import ReadChecks
 from ckpttool.execution.copy import Copier, PartAssembler
-from ckpttool.execution.run import check_copies, skipped
+from ckpttool.execution.run import check_copies, copies_files, missing_parts, skipped
 from ckpttool.execution.sources import Sources
-from ckpttool.plan import CopyPlan, ranges_read
+from ckpttool.plan import CopyPlan
 from ckpttool.plan.split import FileSplitter
 from ckpttool.storage.local_writer import DirectoryPartWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
@@ -156,7 +156,7 @@ def run_in_workers(
             tuple(map(_with_full_path, plan.sources)),
             plan.casts,
             shared,
-            copies=output.any_offset and not sources.remote,
+            copies=copies_files(output, sources),
             jobs=jobs,
             memory=memory,
             checked=checks is not None,
@@ -214,27 +214,22 @@ def _task_parts(
     for file in plan.files:
         if skipped(plan, file, output, advance, checks):
             continue
-        has_parts = False
         target, splitter = output.begin(file), FileSplitter(plan.casts, file)
         writer, size = target.part_writer(), target.part_bytes
-        step = task_bytes if context.copies else -(-task_bytes // size) * size
-        for start in range(0, max(file.nbytes, 1), step):
-            end = min(start + step, file.nbytes)
-            if context.copies:
+        if context.copies:
+            for start in range(0, max(file.nbytes, 1), task_bytes):
+                end = min(start + task_bytes, file.nbytes)
                 yield target, TaskPart(writer, splitter.beginning(start, end), ((start, end),))
-                continue
-            ranges = []
-            for low in range(start, max(end, 1), size):
-                high = min(low + size, end)
-                if target.has(low, high - low):
-                    advance(high - low)
-                    has_parts = True
-                else:
-                    ranges.append((low, high))
-            if ranges:
-                yield target, TaskPart(writer, splitter.overlapping(ranges[0][0], ranges[-1][1]), tuple(ranges))
-        if has_parts and checks is not None:
-            checks.require_all(ranges_read(plan, file))
+            continue
+        step = -(-task_bytes // size) * size
+        for ranges in _windows(missing_parts(plan, file, target, advance, checks), step):
+            yield target, TaskPart(writer, splitter.overlapping(ranges[0][0], ranges[-1][1]), ranges)
+
+
+def _windows(parts: Iterable[tuple[int, int]], step: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yield the parts that begin in the same window of ``step`` bytes."""
+    for _, near in groupby(parts, lambda part: part[0] // step):
+        yield tuple(near)
 
 
 # ----------------------------------------------------------------------------------------------- in the worker
@@ -315,32 +310,14 @@ def _assemble_parts(
     plan: CopyPlan, task: Task, sources: Sources, context: TaskContext
 ) -> tuple[int, tuple[tuple[Any, ...], ...]]:
     budget = MemoryBudget(context.memory)
-    results: list[list[Any]] = [[None] * len(part.ranges) for part in task.parts]
 
-    def part_tasks() -> Iterator[Callable[[], int]]:
-        for part, part_results in zip(task.parts, results, strict=True):
+    def part_tasks() -> Iterator[Callable[[], tuple[int, Any]]]:
+        for part in task.parts:
             assembler = PartAssembler(plan, part.file, sources)
-            for number, (start, end) in enumerate(part.ranges):
-                release = partial(budget.release, budget.acquire(assembler.cost(end - start)))
-                yield partial(_write, assembler, part.writer, start, end, release, part_results, number)
+            for start, end in part.ranges:
+                yield assembler.task(part.writer, start, end, budget)
 
-    with contextlib.closing(in_threads(part_tasks(), context.jobs or default_jobs(remote=True))) as counts:
-        overflowed = sum(counts)
-    return overflowed, tuple(tuple(row) for row in results)
-
-
-def _write(
-    assembler: PartAssembler,
-    writer: PartWriter,
-    start: int,
-    end: int,
-    release: Callable[[], None],
-    part_results: list[Any],
-    number: int,
-) -> int:
-    try:
-        data, overflowed = assembler.assemble(start, end)
-        part_results[number] = writer.write(start, data)
-    finally:
-        release()
-    return overflowed
+    with contextlib.closing(in_order(part_tasks(), context.jobs or default_jobs(remote=True))) as done:
+        written = list(done)
+    results = (result for _, result in written)
+    return sum(count for count, _ in written), tuple(tuple(islice(results, len(part.ranges))) for part in task.parts)

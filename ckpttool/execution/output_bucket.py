@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.commit import MAX_MARK_BYTES
 from ckpttool.concurrency import Lazy
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, StorageError
+from ckpttool.execution.run import Output
 from ckpttool.storage import MARK, Writer, read_json
 from ckpttool.storage.base import NO_NAMES
 from ckpttool.storage.staging import MAX_KEPT_BYTES, kept_name, not_empty
@@ -92,21 +93,8 @@ def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
         raise StorageError(out, f"would be written over the checkpoint in {source}", "choose another OUT")
 
 
-@contextlib.contextmanager
-def bucket_output(
-    storage: RemoteStorage,
-    out: str,
-    plan: CopyPlan,
-    *,
-    overwrite: bool | None,
-    replaces: Callable[[str], bool],
-    last: Sequence[str] = (),
-    key: str = "",
-    resume: bool = False,
-) -> Iterator[BucketOutput]:
-    """Context manager: yield the output of a plan; commit it if the body succeeds, discard it if not.
-
-    The body calls ``complete`` after the last write.
+class BucketOutput(Output):
+    """The output of a plan in a bucket.
 
     Args:
         storage: Storage of OUT.
@@ -117,24 +105,7 @@ def bucket_output(
         last: Names of files to write last, in this order.
         key: Fingerprint of the plan: a run with the same key can resume the upload.
         resume: Whether to resume an earlier run with the same key, and to keep the files if the body fails.
-
-    Raises:
-        StorageError: Writing failed.
     """
-    output = BucketOutput(storage, out, plan, overwrite=overwrite, replaces=replaces, last=last, key=key, resume=resume)
-    try:
-        yield output
-        output.commit()
-    except BaseException as error:
-        if not resume or isinstance(error, LayoutError | ChecksumError):  # a resumed run must not keep wrong files
-            output.discard()
-        raise
-
-
-class BucketOutput:
-    """The output of a plan in a bucket; see ``bucket_output``."""
-
-    any_offset = False
 
     def __init__(
         self,
@@ -144,9 +115,9 @@ class BucketOutput:
         *,
         overwrite: bool | None,
         replaces: Callable[[str], bool],
-        last: Sequence[str],
-        key: str,
-        resume: bool,
+        last: Sequence[str] = (),
+        key: str = "",
+        resume: bool = False,
     ) -> None:
         self._storage = storage
         self.path = out.rstrip("/")
@@ -168,6 +139,23 @@ class BucketOutput:
         self._names = [f.name for f in plan.files]
         self.existing_names = Lazy(self._claim)
         """Names in OUT except leftovers of killed runs. Computed before the first write, in parallel with reads."""
+
+    @contextlib.contextmanager
+    def committed(self) -> Iterator[BucketOutput]:
+        """Context manager: commit the output if the body succeeds, discard it if not.
+
+        The body calls ``complete`` after the last write.
+
+        Raises:
+            StorageError: Writing failed.
+        """
+        try:
+            yield self
+            self.commit()
+        except BaseException as error:
+            if not self._resume or isinstance(error, LayoutError | ChecksumError):  # resume must not keep wrong files
+                self.discard()
+            raise
 
     def url(self, name: str) -> str:
         """URL of a file of OUT."""
@@ -236,28 +224,20 @@ class BucketOutput:
             self._uploads.append(upload)
         return upload
 
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file; a file that replaces another, or is one of ``last``, is held back until the commit."""
-        if self._is_held_back(name):
-            self._held_back[name] = data
-            return
-        with self._lock:
-            self._written.append(name)
-        self._storage.put(self.url(name), data)
+    def hold_back(self, name: str, data: bytes) -> None:
+        """Keep the bytes of a small file until the commit."""
+        self._held_back[name] = data
 
     def part_writer(self, name: str) -> PartWriter:
-        """Return the part writer of a small file; one that is held back returns its bytes to this process."""
-        if self._is_held_back(name):
-            return _ReturningWriter()
-        with self._lock:
-            self._written.append(name)
-        return _SmallFileWriter(self._storage, self.url(name))
+        """Return the part writer of a small file.
 
-    def _is_held_back(self, name: str) -> bool:
-        return name in self.existing_names() or name in self._last
-
-    def shared_file(self) -> None:
-        """Return None: all nodes see the same bucket."""
+        One that replaces another, or is one of ``last``, is held back: its writer returns the bytes to this process.
+        """
+        held = name in self.existing_names() or name in self._last
+        if not held:
+            with self._lock:
+                self._written.append(name)
+        return _SmallFileWriter(self._storage, self.url(name), held)
 
     def complete(self) -> None:
         """Make all files visible, the files of ``last`` at the end; readers refuse them until the commit."""
@@ -318,33 +298,29 @@ class _SmallFile(Writer):
         self._output.existing_names()
 
     def write(self, start: int, data: bytes | memoryview) -> None:
-        self._output.put(self._name, bytes(data))
+        self.accept(start, len(data), self.part_writer().write(start, memoryview(data)))
 
     def part_writer(self) -> PartWriter:
         return self._output.part_writer(self._name)
 
     def accept(self, start: int, nbytes: int, result: Any) -> None:
         if result is not None:
-            self._output.put(self._name, result)
+            self._output.hold_back(self._name, result)
 
 
 @dataclass(frozen=True, slots=True)
 class _SmallFileWriter:
-    """Part writer of a small file: one request."""
+    """Part writer of a small file: one request, or the bytes of a file that is held back, which this process writes."""
 
     storage: RemoteStorage
     path: str
+    held: bool
 
-    def write(self, start: int, data: memoryview) -> None:
+    def write(self, start: int, data: memoryview) -> bytes | None:
+        if self.held:
+            return bytes(data)
         self.storage.put(self.path, bytes(data))
-
-
-@dataclass(frozen=True, slots=True)
-class _ReturningWriter:
-    """Part writer of a file that is held back: returns the bytes, and the committing process writes them."""
-
-    def write(self, start: int, data: memoryview) -> bytes:
-        return bytes(data)
+        return None
 
 
 class _LargeFile(Writer):

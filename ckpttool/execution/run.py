@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -48,13 +48,14 @@ def memory_bytes(memory: int | str | None) -> int:
 
 
 class Output(Protocol):
-    """The destination of a plan's files."""
+    """The destination of a plan's files. Classes that inherit from it begin each file, in this process."""
 
-    any_offset: bool
+    any_offset: bool = False
     """Whether its writers take bytes in any size at any offset."""
 
     def has(self, file: TargetFile) -> bool:
         """Whether an earlier run completed the file."""
+        return False
 
     def begin(self, file: TargetFile) -> Writer:
         """Begin to write a file.
@@ -69,6 +70,7 @@ class Output(Protocol):
         Raises:
             StorageError: The file cannot be created.
         """
+        return None
 
 
 def run(
@@ -102,7 +104,7 @@ def run(
     """
     stopped = threading.Event()
     with Sources(plan.sources, checks) as sources:
-        by_parts = sources.remote or not output.any_offset
+        by_parts = not copies_files(output, sources)
         if by_parts:
             tasks = _part_tasks(plan, output, sources, MemoryBudget(memory), advance, checks)
         else:
@@ -129,6 +131,25 @@ def nbytes_read(plan: CopyPlan, *, to_disk: bool, workers: object) -> int:
     shared = find_shared_reads(plan, {n: file.copies for n, file in enumerate(plan.files)}).shared
     widths = np.array([itemsize(source) for source, _ in plan.casts], dtype=np.uint64)
     return plan.nbytes_read - sum(int((rows["numel"] * widths[rows["cast"]]).sum()) for rows in shared.values())
+
+
+def copies_files(output: Output, sources: Sources) -> bool:
+    """Return whether bytes are copied from file to file, and not assembled in memory part by part."""
+    return output.any_offset and not sources.remote
+
+
+def missing_parts(
+    plan: CopyPlan, file: TargetFile, into: Writer, advance: Advance, checks: ReadChecks | None
+) -> list[tuple[int, int]]:
+    """Return the parts [start, end) of a file that no earlier run has written; the others count as in ``skipped``."""
+    size = into.part_bytes
+    parts = [(start, min(start + size, file.nbytes)) for start in range(0, max(file.nbytes, 1), size)]
+    missing = [(start, end) for start, end in parts if not into.has(start, end - start)]
+    if len(missing) < len(parts):
+        advance(file.nbytes - sum(end - start for start, end in missing))
+        if checks is not None:
+            checks.require_all(ranges_read(plan, file))
+    return missing
 
 
 def skipped(plan: CopyPlan, file: TargetFile, output: Output, advance: Advance, checks: ReadChecks | None) -> bool:
@@ -214,19 +235,8 @@ def _part_tasks(
             continue
         into, assembler = output.begin(file), PartAssembler(plan, file, sources)
         yield partial(_open, into)
-        has_parts = False
-        for start in range(0, max(file.nbytes, 1), into.part_bytes):
-            end = min(start + into.part_bytes, file.nbytes)
-            if into.has(start, end - start):
-                advance(end - start)
-                has_parts = True
-            else:
-                # Acquired here, in order: a target that takes parts in order waits for earlier parts, and these must
-                # not wait for memory that later parts hold.
-                acquired = budget.acquire(assembler.cost(end - start))
-                yield partial(_write_part, assembler, into, start, end, partial(budget.release, acquired), advance)
-        if has_parts and checks is not None:
-            checks.require_all(ranges_read(plan, file))
+        for start, end in missing_parts(plan, file, into, advance, checks):
+            yield partial(_write_part, assembler.task(into, start, end, budget), into, end - start, advance)
 
 
 def _open(into: Writer) -> int:
@@ -234,16 +244,11 @@ def _open(into: Writer) -> int:
     return 0
 
 
-def _write_part(
-    assembler: PartAssembler, into: Writer, start: int, end: int, release: Callable[[], None], advance: Advance
-) -> int:
+def _write_part(task: Callable[[], tuple[int, Any]], into: Writer, nbytes: int, advance: Advance) -> int:
     try:
-        data, overflowed = assembler.assemble(start, end)
-        into.write(start, data)
+        overflowed, _ = task()
     except BaseException as error:
         into.fail(error)
         raise
-    finally:
-        release()
-    advance(end - start)
+    advance(nbytes)
     return overflowed

@@ -19,7 +19,6 @@ from ckpttool.storage.base import WrappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.plan import SourceFile
@@ -132,9 +131,7 @@ class Sources:
     def __enter__(self) -> Sources:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def open_as_planned(self, file: SourceFile) -> Reader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -228,20 +228,7 @@ def whole(sources: Sources, state: State) -> NDArray[Any]:
     return out.reshape(state.shape)
 
 
-class Inputs(Protocol):
-    """Reads the inputs of formulas."""
-
-    def runs(self, state: State, first: int, count: int) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Yield elements of a state in runs: (offset from ``first``, values); values are valid until the next run."""
-
-    def scratch(self, name: str, count: int, dtype: str) -> NDArray[Any]:
-        """Return an array of ``count`` elements, valid until the next call with this name."""
-
-    def whole(self, state: State, owner: Formula) -> NDArray[np.float32]:
-        """Return all elements of a small input in fp32, in its shape; kept while formulas are the same ``owner``."""
-
-
-def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) -> None:
+def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: StateReader) -> None:
     """Fill ``out`` with computed elements.
 
     Args:
@@ -261,7 +248,7 @@ def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: Inputs) ->
         raise TypeError(f"no evaluation of {type(formula).__name__}")
 
 
-def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs: Inputs) -> None:
+def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs: StateReader) -> None:
     accumulator = numpy_dtype(formula.accumulator)
     direct = out.dtype == accumulator
     total = out if direct else inputs.scratch("total", len(out), formula.accumulator)
@@ -284,7 +271,7 @@ def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs:
         out[:] = cast(total, _name(out))
 
 
-def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs: Inputs) -> None:
+def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs: StateReader) -> None:
     """Compute whole rows around the wanted elements, in fp64."""
     columns = formula.base.shape[1]
     low, high = first // columns, -(-(first + len(out)) // columns)

@@ -42,6 +42,7 @@ from ckpttool.model import (
 from ckpttool.model.names import full_names
 from ckpttool.model.places import Contiguous, Runs
 from ckpttool.ranges import ByteRange
+from ckpttool.storage import RangeReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,8 +73,8 @@ ChunkKey = tuple[str, "tuple[int, ...] | None"]
 """Name of a tensor and offset of the chunk in it; the offset is None for an object."""
 
 
-class _FilePart:
-    """Reads a part of a file as a file."""
+class _FilePart(RangeReader):
+    """Reads a part of a file as a file; the owner of the file closes it."""
 
     def __init__(self, reader: Reader, start: int, nbytes: int) -> None:
         self.path = reader.path
@@ -90,9 +91,6 @@ class _FilePart:
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range."""
         return self._reader.read_many([ByteRange(self._start + r.start, self._start + r.end) for r in ranges])
-
-    def close(self) -> None:
-        """Do nothing: the owner of the file closes it."""
 
 
 class Shards:

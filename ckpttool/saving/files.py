@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import posixpath
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -47,7 +48,7 @@ class Payload(Protocol):
     """Size in bytes."""
 
     def read(self, start: int, end: int) -> memoryview:
-        """Return the bytes [start, end), valid until the next call."""
+        """Return the bytes [start, end), valid until the next call of the same thread."""
 
 
 class HostPayload:
@@ -75,21 +76,26 @@ class Mapper(Protocol):
         """Yield the result of the function for each value, in order."""
 
 
-class OutgoingFile(Protocol):
+@dataclass(slots=True)
+class OutgoingFile(ABC):
     """A file of one rank."""
 
-    @property
-    def name(self) -> str:
-        """Path relative to the checkpoint's directory, with "/" between directories."""
+    name: str
+    """Path relative to the checkpoint's directory, with "/" between directories."""
+    _hashed: list[Hashed] = field(init=False, default_factory=list)
+    _directory: tuple[int, int] | None = field(init=False, default=None)
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Size in bytes."""
 
     @property
     def checksums(self) -> Checksums:
         """Checksums of the file; known when ``stream`` has ended."""
+        return of_pieces(self.nbytes, self._hashed, self._directory)
 
+    @abstractmethod
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order; each buffer is valid until the next one is requested.
 
@@ -98,75 +104,41 @@ class OutgoingFile(Protocol):
         """
 
 
-@dataclass(slots=True)
-class PlainFile:
-    """A file with one payload."""
+class PlainFile(OutgoingFile):
+    """A file with payloads one after another."""
 
-    name: str
-    payload: Payload
-    _hashed: list[Hashed] = field(init=False, default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.payload.nbytes
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed)
-
-    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """Yield all bytes of the file, in order."""
-        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [(0, self.payload)])
-        yield from _pieces(self.payload)
-        (self._hashed,) = hashed
-
-
-@dataclass(slots=True)
-class JoinedFile:
-    """A file with several payloads, one after another."""
-
-    name: str
-    payloads: Sequence[Payload]
-    _hashed: list[Hashed] = field(init=False, default_factory=list)
+    def __init__(self, name: str, *payloads: Payload) -> None:
+        super().__init__(name)
+        self._payloads = payloads
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return sum(payload.nbytes for payload in self.payloads)
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed)
+        return sum(payload.nbytes for payload in self._payloads)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """Yield all bytes of the file, in order."""
-        starts = accumulate((payload.nbytes for payload in self.payloads), initial=0)
-        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [*zip(starts, self.payloads, strict=False)])
+        """Yield all bytes of the file, in order, while another thread of ``mapped`` may hash them."""
+        starts = accumulate((payload.nbytes for payload in self._payloads), initial=0)
+        hashed = mapped(partial(_hash, chunk_bytes(self.nbytes)), [*zip(starts, self._payloads, strict=False)])
         self._hashed = []
-        for payload, own in zip(self.payloads, hashed, strict=True):
+        for payload in self._payloads:
             yield from _pieces(payload)
-            self._hashed += own
+            self._hashed += next(hashed)
 
 
 @dataclass(slots=True)
-class ArchiveFile:
+class ArchiveFile(OutgoingFile):
     """A file for ``torch.load``.
 
     Each byte is hashed only once; the CRC-32 of each storage in the archive and of each chunk are combined from the
     same pieces.
     """
 
-    name: str
     pickled: bytes
     """Content of ``data.pkl``."""
     payloads: Mapping[str, Payload]
     """Payloads of the storages by key, in order."""
     _built: torch_zip.BuiltArchive = field(init=False)
-    _hashed: list[Hashed] = field(init=False, default_factory=list)
-    _directory: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         sizes = {key: payload.nbytes for key, payload in self.payloads.items()}
@@ -180,11 +152,6 @@ class ArchiveFile:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self._built.nbytes
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed, self._directory)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order; wait for each storage's checksum, which precedes its bytes."""
@@ -239,26 +206,19 @@ def _small_archive(
 
 
 @dataclass(slots=True)
-class Archives:
+class Archives(OutgoingFile):
     """Archives for ``torch.load`` in one file, as ``torch.distributed.checkpoint`` writes them."""
 
-    name: str
     archives: Sequence[ArchiveFile]
     starts: Sequence[int] = field(init=False)
     """First byte of each archive; a multiple of ALIGNMENT, so that tensors are aligned too."""
     nbytes: int = field(init=False)
     """Size in bytes."""
-    _hashed: list[Hashed] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         ends = [*accumulate((aligned(archive.nbytes) for archive in self.archives), initial=0)]
         self.starts = ends[:-1]
         self.nbytes = self.starts[-1] + self.archives[-1].nbytes if self.archives else 0
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return of_pieces(self.nbytes, self._hashed)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order."""
@@ -290,34 +250,29 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(slots=True)
-class HashedFile:
+class HashedFile(OutgoingFile):
     """Wraps a file, and computes the SHA-256 of each chunk in the same pass."""
 
-    inner: OutgoingFile
-    """The wrapped file."""
-    _digests: tuple[bytes, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name of the wrapped file."""
-        return self.inner.name
+    def __init__(self, inner: OutgoingFile) -> None:
+        super().__init__(inner.name)
+        self._inner = inner
+        self._digests: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Size of the wrapped file in bytes."""
-        return self.inner.nbytes
+        return self._inner.nbytes
 
     @property
     def checksums(self) -> Checksums:
         """Checksums of the file; known when ``stream`` has ended."""
-        return self.inner.checksums._replace(sha256=self._digests)
+        return self._inner.checksums._replace(sha256=self._digests)
 
     def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
         """Yield all bytes of the file, in order."""
         size, at, current = chunk_bytes(self.nbytes), 0, hashlib.sha256()
         digests: list[bytes] = []
-        for data in self.inner.stream(mapped):
+        for data in self._inner.stream(mapped):
             view = memoryview(data)
             for start, end in cuts(at, at + len(view), size):
                 current.update(view[start - at : end - at])

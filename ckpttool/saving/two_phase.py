@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckpttool.checksums import Checksums
 from ckpttool.commit import is_commit
-from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
+from ckpttool.commit.manifest import REPLACED, Manifest, checksums_of, entry_of, read_manifest
 from ckpttool.concurrency import in_threads
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import commits, scan, tag_in
@@ -147,15 +146,15 @@ def save(
         attempt = ranks.exchange(
             claim.directory,
             own=partial(_offer, request, files, failed, index),
-            decide=partial(_begin, storage, root, claim, request, index),
+            decide=partial(_begin, storage, claim, request, index),
             refuse=refuse,
         )
         if index is not None:
             index.agree()
         fields = ranks.exchange(
             claim.directory,
-            own=lambda: _write(storage, root, ranks, claim, request, files, attempt) | {"digests": digests()},
-            decide=partial(_finish, storage, root, claim, request, index),
+            own=lambda: _write(storage, ranks, claim, request, files, attempt) | {"digests": digests()},
+            decide=partial(_finish, storage, claim, request, index),
             refuse=refuse,
             last=True,
         )
@@ -177,12 +176,7 @@ def _offer(
 
 
 def _begin(
-    storage: WritableStorage,
-    root: str,
-    claim: Claim,
-    request: Request,
-    index: Index | None,
-    offers: Sequence[Mapping[str, Any]],
+    storage: WritableStorage, claim: Claim, request: Request, index: Index | None, offers: Sequence[Mapping[str, Any]]
 ) -> str:
     """Step 1, on rank 0: check that the save can begin, and claim its directory; return the attempt's identifier.
 
@@ -200,10 +194,10 @@ def _begin(
         raise RankError(claim.directory, f"two ranks would write {repeated}", "this is a bug in ckpttool")
     if index is not None:
         index.check([offer["index"] for offer in offers])
-    storage.make_directory(root)
+    storage.make_directory(claim.root)
     skipped = request.skipped
     state = claim.state(overwrite=request.overwrite, step=request.step, skipped=skipped)
-    needed, free = int(SPACE_FACTOR * sum(offer["nbytes"] for offer in offers)), storage.free_bytes(root)
+    needed, free = int(SPACE_FACTOR * sum(offer["nbytes"] for offer in offers)), storage.free_bytes(claim.root)
     if free is not None and free < needed:
         problem = f"needs {format_size(needed)}, but only {format_size(free)} are free"
         raise StorageError(claim.directory, problem, "free some space, keep fewer checkpoints, or choose another root")
@@ -216,13 +210,7 @@ def _begin(
 
 
 def _write(
-    storage: WritableStorage,
-    root: str,
-    ranks: Ranks,
-    claim: Claim,
-    request: Request,
-    files: Sequence[OutgoingFile],
-    attempt: str,
+    storage: WritableStorage, ranks: Ranks, claim: Claim, request: Request, files: Sequence[OutgoingFile], attempt: str
 ) -> dict[str, Any]:
     """Step 2, on every rank: write its files; return their checksums."""
     if ranks.rank:
@@ -233,28 +221,23 @@ def _write(
     sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check, ranks.check_others)
     if request.root_files:
         claim.check()
-        _write_root_files(storage, root, request.root_files)
-    return {"files": {file.name: _to_message(one) for file, one in zip(outgoing, sums, strict=True)}}
+        _write_root_files(storage, claim.root, request.root_files)
+    return {"files": {file.name: entry_of(one) for file, one in zip(outgoing, sums, strict=True)}}
 
 
 def _finish(
-    storage: WritableStorage,
-    root: str,
-    claim: Claim,
-    request: Request,
-    index: Index | None,
-    results: Sequence[Mapping[str, Any]],
+    storage: WritableStorage, claim: Claim, request: Request, index: Index | None, results: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.
 
     Raises:
         CkptError: The commit failed.
     """
-    latest = posixpath.join(root, LATEST)
+    latest = posixpath.join(claim.root, LATEST)
     named: str | None = None
     committed = False
     try:
-        files = {name: _from_message(one) for result in results for name, one in result["files"].items()}
+        files = {name: checksums_of(one) for result in results for name, one in result["files"].items()}
         if index is not None:
             last = _outgoing(request, index.files())
             sums = rank_files.write_files(storage, claim.directory, last, claim.check)
@@ -263,7 +246,7 @@ def _finish(
         if request.sign_key is not None and unsigned is not None:
             problem = f"no rank computed the SHA-256 of {unsigned}"
             raise RankError(claim.directory, problem, "give all ranks the same sign_key")
-        _write_sidecars(storage, root, request.sidecars)
+        _write_sidecars(storage, claim.root, request.sidecars)
         claim.check()
         named = find_text(storage, latest)
         fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, claim, named, request)
@@ -277,7 +260,7 @@ def _finish(
         claim.check()
         committed = True
         if request.latest:
-            _settle_other(storage, root, tag_in(named or ""))
+            _settle_other(storage, claim.root, tag_in(named or ""))
             storage.put(latest, request.tag.encode())
     except CkptError:
         # All ranks have sent their results, so no rank writes any more.
@@ -375,18 +358,6 @@ def _write_sidecars(storage: WritableStorage, root: str, sidecars: Mapping[str, 
     tasks = (partial(storage.put, path, data) for path, data in paths.items() if not storage.exists(path))
     for _ in in_threads(tasks, jobs=2 if storage.remote else 1):
         pass
-
-
-def _to_message(sums: Checksums) -> list[Any]:
-    """Convert checksums to JSON data for the message to rank 0."""
-    return [sums.nbytes, sums.chunk_bytes, list(sums.crcs), sums.directory, [digest.hex() for digest in sums.sha256]]
-
-
-def _from_message(message: Sequence[Any]) -> Checksums:
-    nbytes, size, crcs, directory, sha256 = message
-    return Checksums(
-        nbytes, size, tuple(crcs), None if directory is None else tuple(directory), tuple(map(bytes.fromhex, sha256))
-    )
 
 
 def _not_saved(claim: Claim, failures: Mapping[int, CkptError]) -> RankError:

@@ -16,7 +16,6 @@ from ckpttool.errors import CkptError, LayoutError, LinkError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -127,7 +126,10 @@ class Entry(NamedTuple):
 
 
 class RangeReader(Protocol):
-    """An open file with reads of byte ranges. Threads may share it."""
+    """An open file with reads of byte ranges. Threads may share it.
+
+    Classes that inherit from it read ranges one by one, and leave the file open, unless they override methods.
+    """
 
     path: str
     """Path or URL of the file, as error messages show it."""
@@ -147,19 +149,21 @@ class RangeReader(Protocol):
 
     def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range, in order; a remote storage may coalesce and overlap the requests."""
+        return [self.read(where.start, where.end) for where in ranges]
 
     def close(self) -> None:
         """Release the file."""
+        return
 
 
 class Reader(RangeReader, Protocol):
-    """An open file of a storage."""
+    """An open file of a storage. Classes that inherit from it are closed at the end of a ``with`` block."""
 
-    def __enter__(self) -> Reader: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``start`` on.
@@ -170,6 +174,7 @@ class Reader(RangeReader, Protocol):
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
         """Prefetch ranges if one batch of requests is faster than separate reads."""
+        return
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was opened.
@@ -203,7 +208,7 @@ class StorageSpec:
 
 
 class Storage(Protocol):
-    """A storage that files are read from."""
+    """A storage that files are read from. Classes that inherit from it cache no listings by default."""
 
     remote: bool
     """Whether each call costs a round trip, so that concurrent calls are faster."""
@@ -223,6 +228,7 @@ class Storage(Protocol):
 
     def list_tree(self, path: str) -> None:
         """Prefetch the listings of a directory tree if one request can return them."""
+        return
 
     def is_dir(self, path: str) -> bool:
         """Return whether the path is a directory."""
@@ -248,12 +254,16 @@ class Storage(Protocol):
         Raises:
             StorageError: The file cannot be read, is larger than 1 MiB or is not text.
         """
+        with self.open(path) as reader:
+            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> Sequence[bytes | memoryview]:
         """Return the bytes [start, end) of each reader of this storage; remote reads run concurrently."""
+        return [reader.read(start, end) for reader, start, end in wanted]
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Drop cached listings; with ``paths``, a remote storage lists their directories again."""
+        return
 
 
 def walk(storage: Storage, path: str) -> Iterator[tuple[str, Entry]]:
@@ -441,7 +451,10 @@ class Writer(Protocol):
 
 
 class WritableStorage(Storage, Protocol):
-    """A storage that files are read from and written to. A call returns when its effect is durable."""
+    """A storage that files are read from and written to. A call returns when its effect is durable.
+
+    Classes that inherit from it rename no directories, and report no free bytes, unless they override methods.
+    """
 
     parts_at_once: int
     """Number of parts of one file that are worth writing concurrently."""
@@ -457,6 +470,7 @@ class WritableStorage(Storage, Protocol):
 
     def free_bytes(self, path: str) -> int | None:
         """Return the free bytes of the file system of a directory; None if the storage does not report them."""
+        return None
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
         """Write or replace a small file atomically: readers see the old bytes or the new ones.
@@ -506,6 +520,7 @@ class WritableStorage(Storage, Protocol):
         Raises:
             StorageError: The storage fails.
         """
+        return
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; missing ones are ignored.
@@ -520,6 +535,7 @@ class WritableStorage(Storage, Protocol):
         Raises:
             StorageError: The rename failed.
         """
+        return False
 
     def move_tree(self, path: str, to: str) -> None:
         """Rename a directory; without renames, copy its files within the storage, then delete the old ones.
@@ -548,9 +564,10 @@ class WritableStorage(Storage, Protocol):
 
     def abandon(self, path: str) -> None:
         """Abort the multipart uploads that killed processes left below a directory."""
+        return
 
 
-class WrappedReader:
+class WrappedReader(Reader):
     """Forwards all methods that return no bytes. Subclasses add ``read``, ``read_many`` and ``read_into``.
 
     Args:
@@ -564,14 +581,6 @@ class WrappedReader:
         self.nbytes = reader.nbytes
         self.version = reader.version
         self.remote = reader.remote
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
         """Prefetch ranges."""

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import datetime
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.concurrency import Tally
 from ckpttool.errors import CkptError, StorageError
@@ -27,9 +27,9 @@ from ckpttool.storage.base import (
     Described,
     Entry,
     ExistsError,
+    Reader,
+    WritableStorage,
     Writer,
-    check_text,
-    decode_text,
     walk,
 )
 from ckpttool.storage.removal import remove_remote
@@ -38,10 +38,9 @@ from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
 
     from ckpttool.ranges import ByteRange
-    from ckpttool.storage.base import Storage, WritableStorage
+    from ckpttool.storage.base import Storage
 
 
 def tree_of(root: str, infos: Iterable[Mapping[str, Any]]) -> dict[str, list[Entry]]:
@@ -118,23 +117,7 @@ AHEAD_BYTES = 1 << 16
 """Bytes to read ahead at either end of a file; the directory of a torch archive with hundreds of records fits."""
 
 
-class RangeStorage(Protocol):
-    """The members of ``RemoteStorage`` that its readers use."""
-
-    def call(self, path: str, function: Callable[[], T]) -> T:
-        """Make a request; see ``RemoteStorage.call``."""
-
-    def entry(self, path: str) -> Entry:
-        """Return the entry of a file."""
-
-    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
-        """Return the bytes [start, end) of a file; one request."""
-
-    def read_all(self, wanted: Sequence[tuple[Any, int, int]]) -> list[bytes | memoryview]:
-        """Return the bytes [start, end) of each reader."""
-
-
-class RemoteReader:
+class RemoteReader(Reader):
     """An open remote file. Threads may share it.
 
     Args:
@@ -146,21 +129,13 @@ class RemoteReader:
 
     remote = True
 
-    def __init__(self, storage: RangeStorage, path: str, entry: Entry, *, ahead: bool) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, entry: Entry, *, ahead: bool) -> None:
         self.storage = storage
         self.path = path
         self.nbytes = entry.nbytes
         self.version = entry.version
         self._ahead = ahead
         self._cache: list[tuple[int, bytes]] = []
-
-    def __enter__(self) -> RemoteReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -244,7 +219,7 @@ class RemoteReader:
 
 
 class SmallWriter(Writer):
-    """Buffers a small file and writes it with one request.
+    """Buffers a small file and writes it with one request; no part is stored before.
 
     Args:
         storage: Storage of the file.
@@ -254,7 +229,7 @@ class SmallWriter(Writer):
         new: Whether it must not replace a file.
     """
 
-    def __init__(self, storage: WritableStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, nbytes: int, part_bytes: int, *, new: bool) -> None:
         self.path = path
         self.part_bytes = part_bytes
         self._storage = storage
@@ -278,34 +253,6 @@ class SmallWriter(Writer):
         elif not self._storage.put_new(self.path, data):
             raise ExistsError(self.path, "exists already", "choose another name")
 
-    def discard(self) -> None:
-        """Do nothing: no part is stored before ``commit``."""
-
-
-class UploadStorage(Protocol):
-    """The members of ``RemoteStorage`` that a stream writer uses."""
-
-    fs: Any
-    """The file system of fsspec."""
-
-    def call(self, path: str, function: Callable[[], T]) -> T:
-        """Make a request; see ``RemoteStorage.call``."""
-
-    def key(self, path: str) -> str:
-        """Return the path that fsspec uses."""
-
-    def exists(self, path: str) -> bool:
-        """Return whether the path exists."""
-
-    def entry(self, path: str) -> Entry:
-        """Return the entry of a file."""
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files."""
-
-    def forget(self) -> None:
-        """Drop cached listings."""
-
 
 class StreamWriter(Writer):
     """Writes a file sequentially from its first byte to its last, which every fsspec file system supports.
@@ -316,7 +263,7 @@ class StreamWriter(Writer):
         part_bytes: Size of a part in bytes.
     """
 
-    def __init__(self, storage: UploadStorage, path: str, part_bytes: int) -> None:
+    def __init__(self, storage: RemoteStorage, path: str, part_bytes: int) -> None:
         self._storage = storage
         self.path = path
         self.part_bytes = part_bytes
@@ -391,7 +338,7 @@ FAR_APART = 8
 """Most unrelated directories to list one by one; for more, one request lists their common parent directory."""
 
 
-class RemoteStorage(Described):
+class RemoteStorage(Described, WritableStorage):
     """A storage behind an fsspec file system. Threads may share it.
 
     Args:
@@ -557,15 +504,6 @@ class RemoteStorage(Described):
         entry = self.entry(path)
         return RemoteReader(self, path, entry, ahead=ahead)
 
-    def read_text(self, path: str) -> str:
-        """Return the content of a small text file.
-
-        Raises:
-            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
-        """
-        with self.open(path) as reader:
-            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
-
     def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
         """Return the bytes [start, end) of a file; one request."""
         return bytes(self.fs.cat_file(self.key(path), start=start, end=end))
@@ -599,10 +537,6 @@ class RemoteStorage(Described):
     def make_directory(self, path: str) -> None:
         """Do nothing but drop cached listings: a storage of objects has no directories."""
         self.forget()
-
-    def free_bytes(self, path: str) -> int | None:
-        """Return None: fsspec file systems do not report free bytes."""
-        return None
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
         """Write or replace a small file.
@@ -698,13 +632,6 @@ class RemoteStorage(Described):
             self.fs.rm_file(key)
         except NotImplementedError:  # adlfs 2025.8 and older
             self.fs.rm(key)
-
-    def sync(self, path: str) -> None:
-        """Do nothing: remote storages answer when a file is durable."""
-
-    def rename(self, path: str, to: str) -> bool:
-        """Return False: object storages cannot rename directories."""
-        return False
 
     def move_tree(self, path: str, to: str) -> None:
         """Copy the files of a directory within the storage, then delete the old ones.

@@ -14,8 +14,7 @@ from ckpttool.storage.base import (
     Described,
     Entry,
     ExistsError,
-    check_text,
-    decode_text,
+    WritableStorage,
     translate_os_errors,
 )
 from ckpttool.storage.local_reader import LocalReader, version_of
@@ -25,7 +24,7 @@ from ckpttool.storage.system_calls import sync_directory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ckpttool.storage.base import Reader, Storage
+    from ckpttool.storage.base import Storage
     from ckpttool.storage.local_writer import LocalWriter
 
 
@@ -33,7 +32,7 @@ ATTEMPTS = 10
 """Maximum number of attempts to write a small file while other processes remove incomplete files."""
 
 
-class LocalStorage(Described):
+class LocalStorage(Described, WritableStorage):
     """The storage of local files."""
 
     remote = False
@@ -66,9 +65,6 @@ class LocalStorage(Described):
                 entries.append(Entry(item.name, is_dir, nbytes, version_of(info), info.st_mtime))
         return sorted(entries, key=lambda e: e.name)
 
-    def list_tree(self, path: str) -> None:
-        """Do nothing: local listings need no prefetch."""
-
     def is_dir(self, path: str) -> bool:
         """Return whether the path is a directory."""
         return os.path.isdir(path)
@@ -84,22 +80,6 @@ class LocalStorage(Described):
             StorageError: The file is missing, not a regular file, or not readable.
         """
         return LocalReader(path)
-
-    def read_text(self, path: str) -> str:
-        """Return the content of a small text file.
-
-        Raises:
-            StorageError: The file cannot be read, is larger than 1 MiB or is not text.
-        """
-        with self.open(path) as reader:
-            return decode_text(path, reader.read(0, check_text(path, reader.nbytes)))
-
-    def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes]:
-        """Return the bytes [start, end) of each reader."""
-        return [reader.read(start, end) for reader, start, end in wanted]
-
-    def refresh(self, paths: Sequence[str]) -> None:
-        """Do nothing: local listings are not cached."""
 
     # ------------------------------------------------------------------------------------------- writing
 
@@ -220,16 +200,16 @@ class LocalStorage(Described):
         """
         remove_local(path.rstrip("/"), unless_pinned=unless_pinned)
 
-    def abandon(self, path: str) -> None:
-        """Do nothing: temporary files are in the directory itself."""
-
 
 def _put_once(path: str, parts: Sequence[bytes | memoryview], mode: int, *, new: bool, over: str | None) -> bool:
     from ckpttool.storage.local_writer import LocalWriter  # most commands write nothing
 
     writer = LocalWriter(path, sum(map(len, parts)), new=new, mode=mode)
     try:
-        writer.append(parts)
+        start = 0
+        for part in parts:
+            writer.write(start, part)
+            start += len(part)
         if over is not None and version_of(os.stat(path)) != over:
             writer.discard()
             return False

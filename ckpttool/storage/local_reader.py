@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import stat as stat_module
-from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import (
     WAIT,
+    Reader,
     storage_error,
     translate_os_errors,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
 
-    from ckpttool.ranges import ByteRange
-
-
-class LocalReader:
+class LocalReader(Reader):
     """An open file on local disk, read with ``pread``.
 
     Args:
@@ -43,14 +37,6 @@ class LocalReader:
             raise StorageError(path, "is not a regular file", "remove it or choose another path")
         self.nbytes = info.st_size
         self.version = version_of(info)
-
-    def __enter__(self) -> LocalReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, start: int, end: int) -> bytes:
         """Return the bytes [start, end).
@@ -88,13 +74,6 @@ class LocalReader:
             if got == 0:
                 raise self._shrunk(start + done)
             done += got
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, in order."""
-        return [self.read(r.start, r.end) for r in ranges]
-
-    def read_ahead(self, ranges: Sequence[ByteRange]) -> None:
-        """Do nothing: local reads need no prefetch."""
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since it was opened.

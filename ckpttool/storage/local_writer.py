@@ -28,7 +28,7 @@ from ckpttool.storage.safe_files import Directory, temporary_name
 from ckpttool.storage.system_calls import CREATE, copy_range, rename_new, reserve, write_all, write_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from ckpttool.storage.base import PartWriter, Reader
 
@@ -154,17 +154,6 @@ class LocalWriter(Writer):
                 self._left -= len(data)
                 if not self._left:
                     os.fsync(self._fd)
-
-    def append(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Write all parts of a file in order.
-
-        Raises:
-            StorageError: A part cannot be written.
-        """
-        start = 0
-        for part in parts:
-            self.write(start, part)
-            start += len(part)
 
     def commit(self) -> None:
         """Rename the file to its final name.

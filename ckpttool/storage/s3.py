@@ -220,7 +220,7 @@ class S3Storage(RemoteStorage):
             StorageError: The store fails.
         """
         bucket, name = self._names(path)
-        return S3Writer(self, path, bucket, name, part_bytes(nbytes), key, new=new)
+        return S3Writer(self, path, bucket, name, self.part_bytes(nbytes), key, new=new)
 
     def put(self, path: str, *parts: bytes | memoryview, mode: int = 0o666) -> None:
         """Write or replace a small object.
@@ -276,8 +276,8 @@ class S3Storage(RemoteStorage):
         return not data or bytes(self.call(path, partial(self.get, path, 0, len(data), entry.version))) == data
 
     def part_bytes(self, nbytes: int) -> int:
-        """Return the part size in bytes for an object of ``nbytes`` bytes."""
-        return part_bytes(nbytes)
+        """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64: no element is split."""
+        return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
 
     def object_name(self, path: str) -> str:
         """Return the key of an object in its bucket."""
@@ -341,11 +341,6 @@ def _content_type(name: str) -> dict[str, str]:
 
 SENT_BYTES = 1 << 16
 """Bytes that are passed to the connection at once."""
-
-
-def part_bytes(nbytes: int) -> int:
-    """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64, which splits no element."""
-    return max(MIN_PART_BYTES, -(-nbytes // MAX_PARTS // 64) * 64)
 
 
 def answer_of(error: BaseException) -> tuple[int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckpttool.errors import StorageError
 from ckpttool.storage.base import (
@@ -15,6 +15,8 @@ from ckpttool.storage.base import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from ckpttool.storage.local_reader import LocalReader
 
 
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -79,18 +81,7 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     return found
 
 
-class CopySource(Protocol):
-    """A source file of ``copy_range``."""
-
-    path: str
-    """Path, for errors."""
-    nbytes: int
-    """Its size in bytes when it was opened."""
-    fd: int
-    """File descriptor."""
-
-
-def copy_range(source: CopySource, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
+def copy_range(source: LocalReader, start: int, target_fd: int, target_start: int, nbytes: int, target: str) -> bool:
     """Copy bytes from one file to another in the kernel.
 
     Returns:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import zipfile
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import ckpttool
 from ckpttool.checksums import Checksums, of_bytes
 from ckpttool.commit.manifest import Manifest
 from ckpttool.containers.torch_file import read_torch_file
-from ckpttool.containers.torch_zip import directory_start, parse
+from ckpttool.containers.torch_zip import parse
 from ckpttool.containers.values import TensorRef, walk
 from ckpttool.errors import CkptError
 from ckpttool.storage import MANIFEST, LocalReader
@@ -160,8 +161,8 @@ def _sums(path: Path) -> Checksums:
     sums = of_bytes(data)
     if not data.startswith(b"PK"):
         return sums
-    with LocalReader(str(path)) as reader:
-        start = directory_start(reader)
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
     return sums._replace(directory=(start, zlib.crc32(data[start:])))
 
 

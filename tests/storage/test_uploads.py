@@ -20,7 +20,7 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError, StorageError
-from ckpttool.execution.output_bucket import bucket_output
+from ckpttool.execution.output_bucket import BucketOutput
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.storage import MARK, open_storage, retry
 from ckpttool.storage import fsspec as remote
@@ -188,7 +188,8 @@ def test_a_window_that_fails_before_its_file_is_begun_keeps_nobody_waiting() -> 
             seen.append(error)
 
     def write() -> None:
-        with bucket_output(storage, "memory://out", plan, overwrite=False, replaces=lambda _: False) as output:
+        output = BucketOutput(storage, "memory://out", plan, overwrite=False, replaces=lambda _: False)
+        with output.committed():
             target = output.begin(plan.files[0])
             target.fail(gone)
             second = threading.Thread(target=write_the_second, args=(target,), daemon=True)
@@ -782,7 +783,7 @@ MEASURED = """
 import resource, sys
 import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
 from ckpttool.execution.copy import PartAssembler
-from ckpttool.execution.output_bucket import bucket_output
+from ckpttool.execution.output_bucket import BucketOutput
 def peak():
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith("VmHWM"))
 small, large, out, memory = sys.argv[1:]

@@ -56,7 +56,7 @@ from ckpttool.messages import brief
 from ckpttool.model import Topology
 from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
-from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, JoinedFile, PlainFile
+from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
 from ckpttool.targets.dcp import LAYOUTS, client_state_of, metadata
 from ckpttool.targets.torch import storage_ref, view
 
@@ -370,7 +370,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     return Captured(files, {"": digests}, found.index if whole is None else None)
 
 
-def _weights_file(name: str, state: LiveState, written: Written, memory: HostMemory | None) -> JoinedFile:
+def _weights_file(name: str, state: LiveState, written: Written, memory: HostMemory | None) -> PlainFile:
     """Return the safetensors file of the weights, with the names and the metadata that frameworks give it.
 
     Source: safetensors 0.8, torch.py (``save_model``: tied names in the metadata); transformers 5.23,
@@ -383,7 +383,7 @@ def _weights_file(name: str, state: LiveState, written: Written, memory: HostMem
     header, begin = safetensors.build(tensors, {"format": "pt", **ties})
     storages = {own: _bytes_of(weights[own].tensor) for own in sorted(begin, key=lambda own: begin[own])}
     payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
-    return JoinedFile(name, [HostPayload(header), *payloads.values()])
+    return PlainFile(name, HostPayload(header), *payloads.values())
 
 
 def _bytes_of(tensor: Any) -> StorageBytes:

@@ -25,15 +25,15 @@ from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, Te
 from ckpttool.dtypes import DTYPES, numpy_dtype
 from ckpttool.errors import CkptError, ContainerError, PlanError
 from ckpttool.integrations.torch.memory import empty
+from ckpttool.storage import RangeReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from numpy.typing import NDArray
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.execution.virtual_file import RangeFile
-    from ckpttool.ranges import ByteRange
 
 
 def as_torch(values: NDArray[Any]) -> Any:
@@ -171,7 +171,7 @@ def _class_name(value: Opaque) -> str:
     return ".".join(_current_name(value.module, value.name))
 
 
-class _Ranges:
+class _Ranges(RangeReader):
     """Adapt a ``RangeFile`` to the ``Reader`` protocol."""
 
     def __init__(self, file: RangeFile) -> None:
@@ -188,13 +188,6 @@ class _Ranges:
         if self._file.readinto(data) != len(data):
             raise ContainerError(self.path, "ends too early", "restore it from a copy, or use another tag")
         return bytes(data)
-
-    def read_many(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range."""
-        return [self.read(r.start, r.end) for r in ranges]
-
-    def close(self) -> None:
-        """Do nothing: the caller closes the file."""
 
 
 class _Builder:
