@@ -12,15 +12,23 @@ import click
 
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run_command
+from ckpttool.registry import with_extensions
 
-SECTIONS = {
-    "Look": {"inspect": "reading", "verify": "reading", "diff": "reading", "stats": "reading", "digest": "reading"},
-    "Export": {"consolidate": "writing", "average": "writing", "extract": "reading"},
-    "Resume": {"convert": "writing"},
-    "Keep": {"ls": "keeping", "prune": "keeping", "pin": "keeping", "unpin": "keeping", "cp": "writing"},
-    "Shell": {"completion": "completion"},
+_CORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "Look": {"reading": ("inspect", "verify", "diff", "digest")},
+    "Export": {"writing": ("consolidate", "average"), "reading": ("extract",)},
+    "Resume": {"writing": ("convert",)},
+    "Keep": {"keeping": ("ls", "prune", "pin", "unpin"), "writing": ("cp",)},
+    "Shell": {"completion": ("completion",)},
 }
-"""The commands and their modules, by section of the help."""
+"""The commands of the core, by section of the help and module of this package."""
+SECTIONS = with_extensions(
+    {
+        section: {command: f"{__name__}.{module}" for module, commands in modules.items() for command in commands}
+        for section, modules in _CORE.items()
+    }
+)
+"""The modules of all commands, by section of the help and command."""
 MEANT = {
     "export": "consolidate", "merge": "consolidate", "load": "consolidate", "check": "verify", "show": "inspect",
     "info": "inspect", "compare": "diff", "list": "ls", "copy": "cp", "rm": "prune", "clean": "prune",
@@ -68,7 +76,7 @@ class _Commands(click.Group):
         """Return a command by its name; None if there is none."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}"), cmd_name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 
 

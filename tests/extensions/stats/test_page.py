@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 
 import ckpttool as api
-from ckpttool.analysis.stats import TensorStats
-from ckpttool.pages.stats import MAX_ENTRIES, stats_page
+from ckpttool.extensions.stats.page import MAX_ENTRIES, stats_page
+from ckpttool.extensions.stats.statistics import TensorStats
 from tests.cli.command import ckpttool
 from tests.pages import synthetic
+from tests.pages.test_other_pages import cells, torn_run
+from tests.pages.test_shared import nothing_is_cut_on_paper
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -298,3 +301,49 @@ def test_tensors_that_differ_much_have_scales_of_their_own(opened: Open) -> None
     assert "Each tensor of weights has a scale of its own" in page.text("main")
     assert "A triangle marks" not in page.text("main")
     page.sound()
+
+
+def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
+    out = tmp_path / "stats.html"
+    assert ckpttool("stats", ZERO2, "--optimizer", "--html", out).code == 0
+    found = api.stats(ZERO2, optimizer=True, magnitudes=True)
+    page = opened(out)
+    assert cells(page, "tensors", 0) == [t.name for t in found]
+    assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)
+    held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
+    told = json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
+    assert [held] == [one["tensors"] for one in told["checkpoints"]]
+    norms = page.run("page.charts[0].data")
+    floats = [t for t in found if t.dtype[0] in "FB" and t.dtype != "BOOL"]
+    assert len(floats) < len(found)  # positions and masks have no norm
+    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in floats))
+    assert len(norms[0]) == len(layers)
+    for at, layer in enumerate(layers):
+        for k, state in enumerate(dict.fromkeys(t.state for t in found)):
+            held = [t.norm for t in floats if t.state == state and t.name.partition(".")[0] == layer]
+            assert norms[1 + k][at] == (pytest.approx(math.hypot(*held), rel=1e-9) if held else None)
+    page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    assert cells(page, "norms", 0) == layers
+    weights = [
+        math.hypot(*(t.norm for t in floats if t.state == "weights" and t.name.split(".")[0] == n)) for n in layers
+    ]
+    assert [float(text.replace(",", "")) for text in cells(page, "norms", 1)] == pytest.approx(weights, rel=1e-3)
+    page.sound()
+
+
+def test_a_series_over_steps(opened: Open, tmp_path: Path) -> None:
+    out = tmp_path / "stats.html"
+    run_root = torn_run(tmp_path)
+    tags = [run_root / "global_step10", run_root / "global_step20"]
+    assert ckpttool("stats", *tags, "--html", out).code == 0
+    page = opened(out, scheme="dark")
+    assert page.run("page.charts.map((c) => c.data[0].length)")[1:] == [2, 2]
+    assert page.run("page.charts[1].data[0]") == [0, 1]  # both copies are of step 3
+    page.page.select_option("#tensor", "3")
+    page.sound()
+
+
+def test_nothing_is_cut_on_paper(opened: Open) -> None:
+    checkpoint = api.inspect(name := source("pipeline-zero1-pp2-tp2-bf16"))
+    found = api.stats(name, optimizer=True, magnitudes=True)
+    nothing_is_cut_on_paper(opened(stats_page([(checkpoint, found), (checkpoint, found)])))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.analysis.json_report import as_plain
 from ckpttool.analysis.layout import Folding, folded_name, layer_of
 from ckpttool.analysis.texts import title
-from ckpttool.pages import page
+from ckpttool.pages import CHARTS, CHARTS_STYLES, page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.analysis.stats import TensorStats
+    from ckpttool.extensions.stats.statistics import TensorStats
     from ckpttool.model import Checkpoint
 
 MAX_ENTRIES = 4_000
@@ -80,7 +80,8 @@ def stats_page(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]], *, ma
         ],
     }
     name = last.tag if len(ordered) == 1 else f"{len(ordered)} checkpoints, {ordered[0][0].tag} to {last.tag}"
-    return page("stats", f"{name}: {about}", data)
+    scripts = (*CHARTS, "stats.js")
+    return page("stats", f"{name}: {about}", data, scripts=scripts, styles=CHARTS_STYLES, package=__package__)
 
 
 def _full(tensor: TensorStats, entries: int) -> dict[str, Any]:
