@@ -1,7 +1,7 @@
 """The extensions: features beside the core, each in one folder ``ckpttool/extensions/NAME`` with one row here.
 
-The core imports no extension. It finds commands, public names and addresses of extensions by these rows, which are
-plain strings: an extension is imported when it is used. Without its folder and its row, the core is whole.
+The core imports no extension. It finds commands and public names of extensions by these rows, which are plain strings:
+an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ class Extension(NamedTuple):
     """Name of its folder."""
     commands: tuple[Command, ...] = ()
     """Its commands."""
+    addresses: tuple[str, ...] = ()
+    """Modules in other packages that only export its public names. They are removed with it."""
 
 
 EXTENSIONS = (
+    Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
 )  # fmt: skip
 """One row for each extension."""

@@ -40,6 +40,8 @@ def _without(removed: list[str], copy: Path) -> None:
     for name in removed:
         shutil.rmtree(copy / "ckpttool" / "extensions" / name)
         shutil.rmtree(copy / "tests" / "extensions" / name)
+    for address in (address for row in EXTENSIONS if row.name in removed for address in row.addresses):
+        Path(copy, *address.split(".")).with_suffix(".py").unlink()
     registry = copy / "ckpttool" / "registry.py"
     lines = registry.read_text(encoding="utf-8").splitlines(keepends=True)
     for row in ast.walk(ast.parse("".join(lines))):
@@ -93,6 +95,16 @@ def test_the_quick_tests_of_the_core_pass(removed: list[str], tmp_path: Path) ->
     """Pages of the documentation describe all extensions: their tests are left out."""
     _check_core(removed, tmp_path / "copy")
     _run(tmp_path / "copy", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--quick", "--ignore=tests/docs")
+
+
+@pytest.mark.parametrize("row", EXTENSIONS, ids=NAMES)
+def test_an_address_only_exports_names_of_its_extension(row: Extension) -> None:
+    for address in row.addresses:
+        for node in ast.parse(Path(ROOT, *address.split(".")).with_suffix(".py").read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom):
+                assert (node.module or "").startswith(f"ckpttool.extensions.{row.name}.")
+            else:
+                assert isinstance(node, ast.Expr | ast.Assign | ast.If)  # docstring, __all__, running as a program
 
 
 def test_a_row_gives_a_command_its_place() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from ckpttool.arguments import check_at_least, check_choice
 from ckpttool.checksums import crc32
 from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.integrations.deepspeed import POSITION
 from ckpttool.messages import brief
 
 if TYPE_CHECKING:
@@ -384,10 +385,6 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
             f"{samples} samples", problem, f"{hint}, or use ckpttool.data.ResumableSampler as batch_sampler"
         )
     return count
-
-
-POSITION = "ckpttool_position"
-"""Attribute of a data sampler of DeepSpeed whose position is saved."""
 
 
 class CurriculumPosition:

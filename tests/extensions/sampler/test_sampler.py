@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpttool.data import ResumableLoader, ResumableSampler, batches_to_skip
 from ckpttool.errors import ArgumentError, PlanError
-from ckpttool.integrations.torch.sampler import TAILS
+from ckpttool.extensions.sampler.api import TAILS
 from tests.wording import refused
 
 if TYPE_CHECKING:
