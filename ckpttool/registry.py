@@ -37,6 +37,9 @@ class Extension(NamedTuple):
 
 
 EXTENSIONS = (
+    Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
+    Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
+    Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
 )  # fmt: skip

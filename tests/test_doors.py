@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,12 @@ def test_an_address_only_exports_names_of_its_extension(row: Extension) -> None:
                 assert (node.module or "").startswith(f"ckpttool.extensions.{row.name}.")
             else:
                 assert isinstance(node, ast.Expr | ast.Assign | ast.If)  # docstring, __all__, running as a program
+
+
+def test_only_addresses_import_extensions() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ignored = re.findall(r'"([\w.]+) -> ckpttool\.extensions\.(\w+)\.', text)
+    assert ignored == sorted((address, row.name) for row in EXTENSIONS for address in row.addresses)
 
 
 def test_a_row_gives_a_command_its_place() -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.storage import MANIFEST
 from tests import sampling
-from tests.frameworks import trainer_runs
+from tests.extensions.huggingface import trainer_runs
+from tests.extensions.huggingface.trainer_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.torn import flip, tear
-from tests.frameworks.trainer_runs import SAVED, STEPS
 from tests.storage import server
 
 if TYPE_CHECKING:

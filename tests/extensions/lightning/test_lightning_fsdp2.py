@@ -13,9 +13,9 @@ from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.storage import MANIFEST
 from tests import sampling
-from tests.frameworks import lightning_runs
+from tests.extensions.lightning import lightning_runs
+from tests.extensions.lightning.lightning_runs import ROWS, SAVED, STEPS, WIDTH
 from tests.frameworks.jobs import Jobs
-from tests.frameworks.lightning_runs import ROWS, SAVED, STEPS, WIDTH
 from tests.storage import server
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.model.names import adapter_name
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
-from tests.frameworks import trainer_runs
+from tests.extensions.huggingface import trainer_runs
+from tests.extensions.huggingface.trainer_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
-from tests.frameworks.trainer_runs import SAVED, STEPS
 
 if TYPE_CHECKING:
     from pathlib import Path

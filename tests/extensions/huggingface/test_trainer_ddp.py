@@ -12,9 +12,9 @@ import ckpttool
 from ckpttool.errors import CkptError
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
-from tests.frameworks import trainer_runs
+from tests.extensions.huggingface import trainer_runs
+from tests.extensions.huggingface.trainer_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
-from tests.frameworks.trainer_runs import SAVED, STEPS
 from tests.storage import server
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def test_a_script_that_cannot_be_changed_saves_commits_and_resumes_on_other_rank
     (first,) = scripts.run(tmp_path / "first", ["transformers.trainer"], (2, [*command, "4", "last"]))
     assert "steps [1, 2, 3, 4] callbacks" in first
     assert "CkptCallback" in first
-    assert "beside frameworks" in first, "modules beside the script cannot be imported"
+    assert "beside huggingface" in first, "modules beside the script cannot be imported"
     assert not ckpttool.verify(f"{run}/checkpoint-4", deep=True).findings
     tear(tmp_path / "run" / "checkpoint-4")
     (second,) = scripts.run(tmp_path / "second", ["transformers.trainer"], (1, [*command, "6", "last"]))

@@ -10,8 +10,8 @@ import pytest
 import ckpttool
 from ckpttool.storage import MANIFEST
 from tests import sampling
-from tests.frameworks import accelerate_runs
-from tests.frameworks.accelerate_runs import SAVED, STEPS
+from tests.extensions.accelerate import accelerate_runs
+from tests.extensions.accelerate.accelerate_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
 from tests.frameworks.torn import tear
 

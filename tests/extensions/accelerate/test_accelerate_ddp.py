@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2 and ``prepare``: saves, resumes on other ranks, kills, and loads by Accelerate alone."""
+"""Accelerate under DDP, and in one process, with ``prepare``: saves, resumes, kills, and loads by Accelerate alone."""
 
 from __future__ import annotations
 
@@ -6,54 +6,63 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import ckpttool
-from ckpttool.formats.chunk_index import CHUNK_INDEX
-from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.storage import MANIFEST, MARK
 from tests import sampling
-from tests.frameworks import accelerate_runs
-from tests.frameworks.accelerate_runs import SAVED, STEPS
+from tests.extensions.accelerate import accelerate_runs
+from tests.extensions.accelerate.accelerate_runs import SAVED, STEPS
 from tests.frameworks.jobs import Jobs
 
 if TYPE_CHECKING:
     from _pytest.tmpdir import TempPathFactory
 
 pytestmark = pytest.mark.deepspeed
-KILLS = sampling.some([2, 5, 8], 1, key="kills of FSDP2")
+EPOCH = 4
+"""Steps of an epoch. Within one, Accelerate itself draws a random number again for its data loader."""
+KILLS = sampling.some([2, 4, 7], 1, key="kills of Accelerate under DDP")
 """Writes of the first rank in the fifth save before which it is killed, all but once with the other rank."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: TempPathFactory) -> dict[str, Any]:
     """The facts of all runs, by name."""
-    directory = tmp_path_factory.mktemp("fsdp2")
+    directory = tmp_path_factory.mktemp("ddp")
     jobs = Jobs(
         accelerate_runs, directory,
-        lambda out: {"project": str(out), "folder": str(out / "step_{}"), "prepare": {}, "fsdp2": True},
+        lambda out: {"project": str(out), "folder": str(out / "step_{}"), "prepare": {}, "ddp": True},
     )  # fmt: skip
 
     def add(name: str, ranks: int, **values: Any) -> None:
-        jobs.add(name, 0, ranks, **values)
+        jobs.add(name, values.pop("stage", 0), ranks, **values)
 
     add("dropout", 2, dropout=0.5, prepare={"async_save": True})
     add("plain", 2)
-    add("without", 2, prepare=None)
+    add("alone", 1, dropout=0.5)
+    add("without-dropout", 2, prepare=None)
+    add("epoch", 2, dropout=0.5, every=EPOCH)
+    add("without", 2, dropout=0.5, prepare=None, every=EPOCH)
     add("automatic", 2, automatic=True, every=1, prepare={"async_save": True})
     add("one-folder", 2, folder=str(directory / "one-folder" / "checkpoint_0"), every=1)
+    add("pickled", 2, safe=False, fails=True)
     for number in KILLS:
-        kill = {"number": number, "everyone": number != 5, "rank": 0, "step": 4}
+        kill = {"number": number, "everyone": number != 4, "rank": 0, "step": 4}
         add(f"killed{number}", 2, automatic=True, every=1, kill=kill, fails=True, prepare={"timeout": 5.0})
     found = jobs.run()
-    saved = str(directory / "plain" / f"step_{SAVED}")
-    add("again", 2, dropout=0.5, load=str(directory / "dropout" / f"step_{SAVED}"))
+    saved, random = (str(directory / name / f"step_{SAVED}") for name in ("plain", "dropout"))
+    add("again", 2, dropout=0.5, load=random)
+    add("alone-again", 1, dropout=0.5, load=str(directory / "alone" / f"step_{SAVED}"))
     add("on-3", 3, load=saved)
-    add("into-engine", 3, load=saved, fsdp2=False, fails=True)
-    add("by-accelerate", 2, load=saved, prepare=None)
-    add("from-accelerate", 3, load=str(directory / "without" / f"step_{SAVED}"))
+    add("on-1", 1, load=saved)
+    add("to-fsdp2", 2, load=saved, ddp=False, fsdp2=True)
+    add("to-zero", 3, load=saved, ddp=False, stage=2)
+    add("by-accelerate", 2, dropout=0.5, load=str(directory / "epoch" / f"step_{EPOCH}"), prepare=None)
+    add("by-accelerate-on-3", 3, load=saved, prepare=None)
+    add("from-accelerate", 2, dropout=0.5, load=str(directory / "without" / f"step_{EPOCH}"))
+    add("from-accelerate-on-3", 3, load=str(directory / "without-dropout" / f"step_{SAVED}"))
     shutil.copytree(directory / "automatic", directory / "torn")
-    newest = directory / "torn" / "checkpoints" / "checkpoint_5"
-    (newest / "optimizer_0" / ".metadata").unlink()
+    (directory / "torn" / "checkpoints" / "checkpoint_5" / "optimizer.bin").unlink()
     add("torn", 3, automatic=True, load=None)
     for number in KILLS:
         shutil.copytree(directory / f"killed{number}", directory / f"revived{number}")
@@ -68,24 +77,29 @@ def _rest(facts: dict[str, Any], key: str = "losses", after: int = SAVED) -> dic
 def test_a_resume_has_the_losses_of_a_run_that_did_not_stop(runs: dict[str, Any]) -> None:
     for key in ("losses", "rates"):
         assert len(runs["again"][key]) == STEPS - SAVED
-        assert runs["again"][key] == _rest(runs["dropout"], key)
-        assert runs["by-accelerate"][key] == _rest(runs["plain"], key)
-        for name, whole in (("on-3", "plain"), ("from-accelerate", "without")):
+        for name, whole in (("again", "dropout"), ("alone-again", "alone")):
+            assert runs[name][key] == _rest(runs[whole], key), name
+        for name, whole in (("by-accelerate", "epoch"), ("from-accelerate", "without")):
+            assert runs[name][key] == _rest(runs[whole], key, after=EPOCH), name
+        for name in ("on-3", "on-1", "to-fsdp2", "to-zero", "from-accelerate-on-3"):
             assert runs[name]["resumed"] == SAVED
-            assert list(runs[name][key].values()) == pytest.approx([*_rest(runs[whole], key).values()], rel=1e-5)
+            assert list(runs[name][key].values()) == pytest.approx([*_rest(runs["plain"], key).values()], rel=1e-5), (
+                name
+            )
+    there = [*_rest(runs["plain"]).values()][:1]
+    assert [*runs["by-accelerate-on-3"]["losses"].values()][:1] == pytest.approx(there, rel=1e-5)
 
 
 def test_a_folder_has_the_files_of_accelerate(runs: dict[str, Any]) -> None:
-    ours, theirs = (
-        {str(p.relative_to(f)) for p in f.rglob("*") if p.is_file()}
-        for f in (runs[name]["out"] / f"step_{SAVED}" for name in ("plain", "without"))
-    )
+    from safetensors.torch import load_file
+
+    folder, alone = (runs[name]["out"] / f"step_{SAVED}" for name in ("plain", "without-dropout"))
+    ours, theirs = ({p.name for p in f.iterdir()} for f in (folder, alone))
     assert not theirs - ours
-    indexes = {f"{directory}/{CHUNK_INDEX}" for directory in (ACCELERATE_MODEL, ACCELERATE_OPTIMIZER)}
-    assert {name for name in ours - theirs if "rank_state" not in name} == {
-        MANIFEST, "ckpttool_run_state.pt", *indexes,
-    }  # fmt: skip
-    folder = runs["plain"]["out"] / f"step_{SAVED}"
+    assert {name for name in ours - theirs if "rank_state" not in name} == {MANIFEST, "ckpttool_run_state.pt"}
+    held, known = (load_file(f / "model.safetensors") for f in (folder, alone))
+    assert held.keys() == known.keys()
+    assert all(torch.equal(held[name], known[name]) for name in known)
     assert ckpttool.verify(folder, deep=True).sound
     assert ckpttool.inspect(folder).step == SAVED
     (folder / "scheduler.bin").write_bytes(b"")
@@ -122,7 +136,5 @@ def test_a_killed_save_is_passed_over_and_the_run_goes_on(runs: dict[str, Any], 
     assert {p.name for p in root.iterdir()} == {"checkpoint_4", "checkpoint_5"}
 
 
-def test_an_engine_takes_the_folder_of_fsdp2(runs: dict[str, Any]) -> None:
-    assert runs["into-engine"]["resumed"] == SAVED
-    whole = [*_rest(runs["plain"]).values()]
-    assert list(runs["into-engine"]["losses"].values()) == pytest.approx(whole, rel=1e-5)
+def test_weights_of_torch_save_are_refused(runs: dict[str, Any]) -> None:
+    assert "safe_serialization: is False, but the weights are saved as safetensors" in runs["pickled"]["error"]

@@ -10,9 +10,9 @@ import torch
 
 import ckpttool
 from tests import sampling
-from tests.frameworks import lightning_runs
+from tests.extensions.lightning import lightning_runs
+from tests.extensions.lightning.lightning_runs import ROWS, SAVED, STEPS, WIDTH
 from tests.frameworks.jobs import Jobs
-from tests.frameworks.lightning_runs import ROWS, SAVED, STEPS, WIDTH
 from tests.frameworks.torn import tear
 
 if TYPE_CHECKING:
