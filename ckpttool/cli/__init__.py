@@ -65,7 +65,7 @@ class _Commands(click.Group):
         if args[0] == "--help":
             click.echo(ctx.get_help())
             ctx.exit()
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             from ckpttool.messages import brief, similar
 
             hint = f"did you mean {MEANT[args[0]]}?" if args[0] in MEANT else similar(args[0], COMMANDS).strip()
@@ -73,9 +73,11 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command by its name; None if there is none."""
+        """Return a command by its name, of ckpttool or else of another package; None if there is none."""
         if cmd_name not in COMMANDS:
-            return None
+            from ckpttool.cli._other_packages import find_command
+
+            return find_command(cmd_name)
         command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 
