@@ -5,8 +5,6 @@ from ckpttool.analysis.diff import Difference as Difference
 from ckpttool.analysis.diff import DiffReport as DiffReport
 from ckpttool.analysis.diff import OtherDifference as OtherDifference
 from ckpttool.analysis.digest import Digest as Digest
-from ckpttool.analysis.stats import Statistics as Statistics
-from ckpttool.analysis.stats import TensorStats as TensorStats
 from ckpttool.analysis.verify import Finding as Finding
 from ckpttool.analysis.verify import VerifyReport as VerifyReport
 from ckpttool.api._run import Written as Written
@@ -29,7 +27,6 @@ from ckpttool.api.reading import diff as diff
 from ckpttool.api.reading import digest as digest
 from ckpttool.api.reading import extract as extract
 from ckpttool.api.reading import inspect as inspect
-from ckpttool.api.reading import stats as stats
 from ckpttool.api.reading import verify as verify
 from ckpttool.catalog.listing import Catalog as Catalog
 from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
@@ -51,6 +48,9 @@ from ckpttool.errors import TruncatedError as TruncatedError
 from ckpttool.execution.checks import Check as Check
 from ckpttool.execution.checks import ReadReport as ReadReport
 from ckpttool.execution.destination import Needs as Needs
+from ckpttool.extensions.stats.api import stats as stats
+from ckpttool.extensions.stats.statistics import Statistics as Statistics
+from ckpttool.extensions.stats.statistics import TensorStats as TensorStats
 from ckpttool.formats import Source as Source
 from ckpttool.integrations.live.load import load as load
 from ckpttool.integrations.live.manager import CheckpointManager as CheckpointManager

@@ -1,5 +1,5 @@
-"""Public names of ``ckpttool.integrations.torch.sampler``: resume within a data set, on any number of ranks."""
+"""Public names of ``ckpttool.extensions.sampler.api``: resume within a data set, on any number of ranks."""
 
-from ckpttool.integrations.torch.sampler import CurriculumPosition, ResumableLoader, ResumableSampler, batches_to_skip
+from ckpttool.extensions.sampler.api import CurriculumPosition, ResumableLoader, ResumableSampler, batches_to_skip
 
 __all__ = ["CurriculumPosition", "ResumableLoader", "ResumableSampler", "batches_to_skip"]

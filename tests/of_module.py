@@ -16,7 +16,7 @@ DIRECTORIES = {
     "ckpttool/pages": ["tests/pages"],
     "ckpttool/api": ["tests/cli", "tests/targets"],
     "ckpttool/formats/zero": ["tests/formats"],
-    "ckpttool/integrations": ["tests/integrations", "tests/frameworks", "tests/under_ray"],
+    "ckpttool/integrations": ["tests/integrations", "tests/under_ray"],
     "ckpttool/integrations/deepspeed": ["tests/deepspeed"],
     "ckpttool/integrations/live": ["tests/deepspeed", "tests/integrations"],
     "ckpttool/integrations/torch": ["tests/integrations", "tests/deepspeed"],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = ("tests/under_ray/", "tests/pages/", "tests/frameworks/")
-"""Directories of the tests that start Ray clusters, that share a browser, and whose fork server imports frameworks."""
+from ckpttool.registry import EXTENSIONS
+
+TOGETHER = ("tests/under_ray/", "tests/pages/", *(f"tests/extensions/{row.name}/" for row in EXTENSIONS))
+"""Directories of the tests that start Ray clusters, that share a browser, and whose fork server imports a framework."""
 
 
 class FileScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not followed

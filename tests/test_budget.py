@@ -14,6 +14,7 @@ from ckpttool.catalog.entries import _numbers
 from ckpttool.containers import safetensors
 from ckpttool.errors import ContainerError
 from ckpttool.formats.zero.files import parse_name
+from tests.cli.command import EXTENSIONS_READING
 from tests.cli.command import ckpttool as command
 from tests.damage import edit_model
 from tests.hostile import BytesReader
@@ -53,7 +54,7 @@ def test_metadata_that_is_no_text_is_no_bug(tmp_path: Path) -> None:
     reader = _header({"__metadata__": {"a": [], "b": "c"}})
     assert safetensors.parse(reader) == ({}, {"b": "c"})
     (tmp_path / "model.safetensors").write_bytes(reader.data)
-    for name in ("inspect", "verify", "stats"):
+    for name in ("inspect", "verify", *EXTENSIONS_READING):
         assert command(name, tmp_path).code in {0, 1, 3}
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ckpttool.registry import EXTENSIONS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -92,12 +94,17 @@ def test_a_circle_is_found() -> None:
     [
         ("ray", {"ray_run", "ray_train"}),
         ("pyarrow", {"ray_run", "ray_train"}),
-        ("transformers", {"huggingface"}),
-        ("accelerate", {"accelerate"}),
-        ("lightning", {"lightning"}),
         ("s3fs", set()),
     ],
 )
 def test_a_package_is_needed_by_its_own_integration_alone(package: str, modules: set[str]) -> None:
     of_storage = {name for name in _needing(package) if name.startswith("ckpttool.storage.s3")}
     assert _needing(package) - of_storage <= {f"ckpttool.integrations.{name}" for name in modules}
+
+
+@pytest.mark.parametrize("package", ["transformers", "accelerate", "lightning"])
+def test_a_training_framework_is_needed_by_an_extension_and_its_address_alone(package: str) -> None:
+    addresses = {row.name: row.addresses for row in EXTENSIONS}
+    for name in _needing(package):
+        of_extension = name.startswith("ckpttool.extensions.") and name.split(".")[2]
+        assert of_extension or any(name in own for own in addresses.values()), name

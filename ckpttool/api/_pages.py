@@ -138,7 +138,7 @@ def page_of_catalog(found: Catalog, decisions: Sequence[Decision] = (), rules: M
         rules: The rules of these decisions, by the parameters of ``prune``.
     """
     from ckpttool.analysis.json_report import as_plain
-    from ckpttool.pages import page
+    from ckpttool.pages import CHARTS, CHARTS_STYLES, page
     from ckpttool.units import format_duration
 
     given = dict(rules)
@@ -149,4 +149,5 @@ def page_of_catalog(found: Catalog, decisions: Sequence[Decision] = (), rules: M
     states = [entry.condition for entry in found.entries]
     plain = {"catalog": as_plain(found), "decisions": as_plain(decisions)}
     data = {**plain, "steps": steps, "states": states, "rules": shown}
-    return page("catalog", f"{found.root}: {len(found.entries)} checkpoints", data)
+    about = f"{found.root}: {len(found.entries)} checkpoints"
+    return page("catalog", about, data, scripts=(*CHARTS, "catalog.js"), styles=CHARTS_STYLES)

@@ -12,15 +12,23 @@ import click
 
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run_command
+from ckpttool.registry import with_extensions
 
-SECTIONS = {
-    "Look": {"inspect": "reading", "verify": "reading", "diff": "reading", "stats": "reading", "digest": "reading"},
-    "Export": {"consolidate": "writing", "average": "writing", "extract": "reading"},
-    "Resume": {"convert": "writing"},
-    "Keep": {"ls": "keeping", "prune": "keeping", "pin": "keeping", "unpin": "keeping", "cp": "writing"},
-    "Shell": {"completion": "completion"},
+_CORE: dict[str, dict[str, tuple[str, ...]]] = {
+    "Look": {"reading": ("inspect", "verify", "diff", "digest")},
+    "Export": {"writing": ("consolidate", "average"), "reading": ("extract",)},
+    "Resume": {"writing": ("convert",)},
+    "Keep": {"keeping": ("ls", "prune", "pin", "unpin"), "writing": ("cp",)},
+    "Shell": {"completion": ("completion",)},
 }
-"""The commands and their modules, by section of the help."""
+"""The commands of the core, by section of the help and module of this package."""
+SECTIONS = with_extensions(
+    {
+        section: {command: f"{__name__}.{module}" for module, commands in modules.items() for command in commands}
+        for section, modules in _CORE.items()
+    }
+)
+"""The modules of all commands, by section of the help and command."""
 MEANT = {
     "export": "consolidate", "merge": "consolidate", "load": "consolidate", "check": "verify", "show": "inspect",
     "info": "inspect", "compare": "diff", "list": "ls", "copy": "cp", "rm": "prune", "clean": "prune",
@@ -57,7 +65,7 @@ class _Commands(click.Group):
         if args[0] == "--help":
             click.echo(ctx.get_help())
             ctx.exit()
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             from ckpttool.messages import brief, similar
 
             hint = f"did you mean {MEANT[args[0]]}?" if args[0] in MEANT else similar(args[0], COMMANDS).strip()
@@ -65,10 +73,12 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command by its name; None if there is none."""
+        """Return a command by its name, of ckpttool or else of another package; None if there is none."""
         if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = getattr(importlib.import_module(f"{__name__}.{COMMANDS[cmd_name]}"), cmd_name)
+            from ckpttool.cli._other_packages import find_command
+
+            return find_command(cmd_name)
+        command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 
 

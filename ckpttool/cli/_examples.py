@@ -29,14 +29,6 @@ EXAMPLES: dict[str, tuple[str, tuple[str, str, str]]] = {
             "ckpttool diff before/ model.safetensors --rtol 1e-3",
         ),
     ),
-    "stats": (
-        "see",
-        (
-            "ckpttool stats runs/checkpoint-500",
-            "ckpttool stats runs/checkpoint-500 --optimizer --include '*norm*'",
-            "ckpttool stats runs/checkpoint-500 runs/checkpoint-600 --html stats.html",
-        ),
-    ),
     "digest": (
         "compare",
         (
@@ -114,4 +106,4 @@ EXAMPLES: dict[str, tuple[str, tuple[str, str, str]]] = {
         ),
     ),
 }
-"""Of each command its page in DOCS, and three lines that people type."""
+"""Of each command of the core its page in DOCS, and three lines that people type."""

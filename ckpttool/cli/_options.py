@@ -66,6 +66,11 @@ class Dtype(click.Choice[str]):
 class Command(click.Command):
     """A command whose help lists its own options first, then sections of others, and rare ones last."""
 
+    def __init__(self, *args: Any, page: str = "", examples: tuple[str, ...] = (), **given: Any) -> None:
+        """Take the page and the examples of the help, of a command that ``_examples`` does not have."""
+        super().__init__(*args, **given)
+        self.page, self.examples = page, examples
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse arguments; name all missing ones at once."""
         given = list(args)
@@ -97,7 +102,7 @@ class Command(click.Command):
         """Write the examples, and the address of the page."""
         from ckpttool.cli._examples import DOCS, EXAMPLES
 
-        page, lines = EXAMPLES[self.name or ""]
+        page, lines = EXAMPLES.get(self.name or "", (self.page, self.examples))
         with formatter.section("Examples"):
             for line in lines:
                 formatter.write(f"  {line}\n")
@@ -119,6 +124,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Rare": ("part", "trust_names", "follow_links", "sign_key"),
 }  # fmt: skip
 """Titles of the sections in a command's help, and their options; the first has all others."""
+OPENING = ("tag", "trust_names", "storage_options", "follow_links")
+"""Parameters of ``ckpttool.inspect``."""
 _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
 _RAY_ADDRESS = "ckpttool.ray_address"

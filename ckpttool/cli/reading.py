@@ -1,4 +1,4 @@
-"""The commands that read checkpoints: ``inspect``, ``verify``, ``diff``, ``stats``, ``digest`` and ``extract``."""
+"""The commands that read checkpoints: ``inspect``, ``verify``, ``diff``, ``digest`` and ``extract``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ FOUND = 1
 """Exit code of ``verify`` for a damaged checkpoint, and of ``diff`` for different ones; failures have another."""
 VIEWS = ("params", "ranks", "files", "map")
 """The views of ``inspect``, in the order in which they are printed."""
-WIDE = 140
-"""Columns of a terminal that has room for a small histogram in each row of statistics."""
-OPENING = ("tag", "trust_names", "storage_options", "follow_links")
-"""Parameters of ``ckpttool.inspect``."""
 
 
 @click.command(cls=options.Command, short_help="Show the content of a checkpoint.")
@@ -122,7 +118,7 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
     if html is not None:
         from ckpttool.api._pages import page_of_source
 
-        opening = {name: value for name, value in options.chosen(given).items() if name in OPENING}
+        opening = {name: value for name, value in options.chosen(given).items() if name in options.OPENING}
         write_page(html, page_of_source(src, report, **opening), given)
     elif as_json:
         from ckpttool.analysis.json_report import as_plain
@@ -174,51 +170,6 @@ def diff(a: str, b: str, html: str | None, as_json: bool, **given: Any) -> None:
         print_blocks(report.blocks())
     if not report.equal:
         raise click.exceptions.Exit(FOUND)
-
-
-@click.command(cls=options.Command, short_help="Minimum, maximum, mean, norm and non-finite values of every tensor.")
-@options.sources_argument
-@options.tag_option
-@options.include_option
-@options.exclude_option
-@click.option("--optimizer", is_flag=True, help="Also the optimizer's states.")
-@options.html_option
-@options.jobs_option
-@options.json_option
-@options.trust_option
-@options.common_options
-def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -> None:
-    """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of each SRC.
-
-    Weights are the fp32 master weights, if present. Reads every value once, in small parts. The page shows the series
-    over the steps of several SRC.
-    """
-    import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, print_line, progress_bar, terminal_width, write_page
-
-    options.check_page(html, as_json, given)
-    chosen = options.chosen(given)
-    opening = {name: value for name, value in chosen.items() if name in OPENING}
-    found = []
-    sketches = terminal_width() >= WIDE
-    drawn = as_json or html is not None or sketches
-    for one in src:
-        checkpoint = ckpttool.inspect(one, **opening)
-        with progress_bar(f"stats {checkpoint.tag}") as progress:
-            found.append((checkpoint, ckpttool.stats(one, magnitudes=drawn, progress=progress, **chosen)))
-    if html is not None:
-        from ckpttool.pages.stats import stats_page
-
-        write_page(html, stats_page(found), given)
-    elif as_json:
-        print_json({"checkpoints": [{"location": checkpoint.location, "tensors": own} for checkpoint, own in found]})
-    else:
-        from ckpttool.analysis.stats import table
-
-        for checkpoint, tensors in found:
-            if len(found) > 1:
-                print_line(f"{checkpoint.location}:")
-            print_blocks(table(tensors, sketches=sketches))
 
 
 @click.command(cls=options.Command, short_help="Digest all values, the same however they are sharded.")

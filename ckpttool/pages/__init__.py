@@ -16,24 +16,10 @@ from ckpttool.messages import hide_secrets, printable
 
 PLAIN_BYTES = 150_000
 """Longest data that a page contains as readable JSON; longer data is compressed."""
-SCRIPTS = {
-    "checkpoint": (
-        "page.js",
-        "vendor/d3-hierarchy.min.js",
-        "layout.js",
-        "layout_picture.js",
-        "layout_view.js",
-        "files.js",
-        "checkpoint.js",
-    ),
-    "damaged": ("page.js", "checkpoint.js"),
-    "catalog": ("page.js", "vendor/uPlot.iife.min.js", "charts.js", "catalog.js"),
-    "diff": ("page.js", "charts.js", "diff.js"),
-    "stats": ("page.js", "vendor/uPlot.iife.min.js", "charts.js", "stats.js"),
-}
-"""Scripts of each view, in order. Each view is a function of that name in the last one."""
-STYLES = {"catalog": ("page.css", "vendor/uPlot.min.css"), "stats": ("page.css", "vendor/uPlot.min.css")}
-"""Styles of a view that needs more than ``page.css``."""
+CHARTS = ("vendor/uPlot.iife.min.js", "charts.js")
+"""Scripts of pages with charts."""
+CHARTS_STYLES = ("vendor/uPlot.min.css",)
+"""Styles of pages with charts."""
 BEGIN = "<!doctype html>\n<!-- A page of ckpttool. -->\n"
 """First characters of every page; a page replaces only a file that begins with them."""
 _TEMPLATE = """<html lang="en">
@@ -63,25 +49,36 @@ style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'">
 """
 
 
-def page(view: str, title: str, data: dict[str, Any]) -> bytes:
+def page(
+    view: str,
+    title: str,
+    data: dict[str, Any],
+    *,
+    scripts: tuple[str, ...],
+    styles: tuple[str, ...] = (),
+    package: str = __name__,
+) -> bytes:
     """Build a page.
 
     Args:
-        view: Name in ``SCRIPTS``.
+        view: Name of a function in the last script.
         title: Title of the page.
         data: Plain values for JSON, without NaN and infinity.
+        scripts: Files in ``static`` to run after ``page.js``, in order; ``package`` has the last one.
+        styles: Files in ``static`` to use after ``page.css``.
+        package: Package of the view.
 
     Returns:
         The file. Its only script is the one whose digest its security policy names, so that no text in the data runs.
     """
-    script = _script(view)
+    script = _script(scripts, package)
     encoding, text = _encoded({"view": view, "title": title} | data)
     return (
         BEGIN.encode()
         + _TEMPLATE.format(
             digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             title=html.escape(printable(title, 300)),
-            style="\n".join(map(_static, STYLES.get(view, ("page.css",)))),
+            style="\n".join(_static(name) for name in ("page.css", *styles)),
             version=__version__,
             encoding=encoding,
             data=text,
@@ -100,8 +97,8 @@ def _encoded(data: dict[str, Any]) -> tuple[str, str]:
 
 
 @cache
-def _script(view: str) -> str:
-    parts = [*map(_static, SCRIPTS[view]), "page.start();"]
+def _script(names: tuple[str, ...], package: str) -> str:
+    parts = [*map(_static, ("page.js", *names[:-1])), _static(names[-1], package), "page.start();"]
     script = "\n".join(parts)
     if "</script" in script or "<!--" in script:
         raise ValueError("a script of the page would end its element")
@@ -109,5 +106,5 @@ def _script(view: str) -> str:
 
 
 @cache
-def _static(name: str) -> str:
-    return files(__name__).joinpath("static", *name.split("/")).read_text(encoding="utf-8")
+def _static(name: str, package: str = __name__) -> str:
+    return files(package).joinpath("static", *name.split("/")).read_text(encoding="utf-8")

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.model import Checkpoint
 
+SCRIPTS = (
+    "vendor/d3-hierarchy.min.js", "layout.js", "layout_picture.js", "layout_view.js", "files.js", "checkpoint.js",
+)  # fmt: skip
+"""Scripts of the page."""
 MAX_EXTRA = 100_000
 """Longest client state, configuration or scheduler in a page, in characters of JSON."""
 MAX_ALIASES = 2_000
@@ -34,7 +38,7 @@ def checkpoint_page(checkpoint: Checkpoint, report: VerifyReport | None = None) 
     data = checkpoint_data(checkpoint)
     if report is not None:
         data["findings"] = as_plain(report)["findings"]
-    return page("checkpoint", f"{checkpoint.tag}: {', '.join(title(checkpoint))}", data)
+    return page("checkpoint", f"{checkpoint.tag}: {', '.join(title(checkpoint))}", data, scripts=SCRIPTS)
 
 
 def notebook_frame(checkpoint: Checkpoint) -> str:
@@ -53,7 +57,8 @@ def damaged_page(report: VerifyReport, files: Sequence[tuple[str, int]]) -> byte
         files: Names and sizes of the files that are there.
     """
     data = {"location": report.location, "findings": as_plain(report)["findings"], "files": as_plain(list(files))}
-    return page("damaged", f"{report.location} cannot be opened as a checkpoint", data)
+    about = f"{report.location} cannot be opened as a checkpoint"
+    return page("damaged", about, data, scripts=SCRIPTS[-1:])
 
 
 def checkpoint_data(checkpoint: Checkpoint) -> dict[str, Any]:

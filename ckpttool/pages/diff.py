@@ -46,7 +46,7 @@ def diff_page(report: DiffReport, *, max_rows: int = MAX_ROWS) -> bytes:
         "cells": [cell for cell in cells if cell["layer"] in shown],
         "tensors": tensors,
     }
-    return page("diff", f"{report.a} and {report.b}", {"diff": as_plain(data)})
+    return page("diff", f"{report.a} and {report.b}", {"diff": as_plain(data)}, scripts=("charts.js", "diff.js"))
 
 
 def _amount(tensor: Difference) -> tuple[bool, float]:

@@ -44,10 +44,11 @@ class Field(NamedTuple):
 
 def write(path: Path) -> None:
     """Write a table for each command."""
-    recorded = json.loads((ROOT / "tests/golden/interface.json").read_text(encoding="utf-8"))["json"]
+    golden = [ROOT / "tests/golden/interface.json", *(ROOT / "tests/extensions").glob("*/interface.json")]
+    recorded = {k: v for path in golden for k, v in json.loads(path.read_text(encoding="utf-8"))["json"].items()}
     classes = _classes()
     lines: list[str] = []
-    for command, fields in recorded.items():
+    for command, fields in sorted(recorded.items()):
         lines += [f"## {command}", "", "| field | type | meaning |", "| --- | --- | --- |"]
         rows = _rows(fields, CLASSES[command], classes)
         lines += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in rows if name != "version"]

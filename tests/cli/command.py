@@ -16,14 +16,27 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from ckpttool.cli import cli
 from ckpttool.cli._errors import FAILED, invoke
+from ckpttool.registry import EXTENSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 NOBODY = 65534
+
+
+def _needs_only_src(name: str) -> bool:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return [parameter.name for parameter in command.params if parameter.required] == ["src"]
+
+
+EXTENSIONS_READING = [c.name for e in EXTENSIONS for c in e.commands if _needs_only_src(c.name)]
+"""Commands of extensions that need a checkpoint and nothing else."""
 
 
 @dataclass(frozen=True)

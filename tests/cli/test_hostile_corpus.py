@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests import sampling
-from tests.cli.command import ckpttool
+from tests.cli.command import EXTENSIONS_READING, ckpttool
 from tests.hostile_corpus import GOOD, corpus
 from tests.truth import source
 
@@ -52,7 +52,7 @@ def _commands(src: Path, out: Path) -> list[tuple[object, ...]]:
         ("verify", src),
         ("ls", src),
         ("prune", src, "--keep-last", "1", "--dry-run"),
-        ("stats", src),
+        *((name, src) for name in EXTENSIONS_READING),
         ("diff", src, src),
         ("extract", src, "up.weight", out / "x.npy"),
         ("consolidate", src, out / "a", "--to", "safetensors"),

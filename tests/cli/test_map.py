@@ -74,15 +74,6 @@ def test_a_terminal_with_few_colours_gets_letters(kind: str) -> None:
     assert shown_plain == in_terminal("inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1", columns=90)
 
 
-def test_statistics_have_a_histogram_in_a_wide_terminal() -> None:
-    wide = in_terminal("stats", source("zero2-dp2-bf16"), columns=160)
-    row = next(line for line in wide.splitlines() if line.startswith("embed.weight"))
-    assert re.search(r"[▁▂▃▄▅▆▇█ ]{8,}$", re.sub(r"\x1b\[[\d;]*m", "", row).rstrip("\r"))
-    assert "█" in row
-    assert "█" not in in_terminal("stats", source("zero2-dp2-bf16"), columns=100)
-    assert "█" not in ckpttool("stats", source("zero2-dp2-bf16")).stdout
-
-
 @pytest.mark.parametrize("layers", [3, 60, 61, 100, 400])
 def test_every_layer_has_one_letter_and_the_legend_all_letters(layers: int, capsys: pytest.CaptureFixture[str]) -> None:
     _map.print_map(synthetic.large(4, layers, 64))

@@ -11,8 +11,8 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError
 from ckpttool.messages import brief, hide_secrets, printable, without_secrets
+from tests.cli.command import EXTENSIONS_READING, ckpttool_process
 from tests.cli.command import ckpttool as command
-from tests.cli.command import ckpttool_process
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _lines(url: str, tmp_path: Path) -> list[tuple[object, ...]]:
         ("verify", url, "--json"),
         ("ls", url, "--json"),
         ("prune", url, "--keep-last", "1"),
-        ("stats", url),
+        *((name, url) for name in EXTENSIONS_READING),
         ("diff", src, url),
         ("extract", src, "up.weight", f"{url}/x.npy"),
         ("consolidate", src, url, "--to", "safetensors"),

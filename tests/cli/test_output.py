@@ -27,7 +27,14 @@ from ckpttool.storage import MARK, open_storage
 from ckpttool.storage.safe_files import MOVE
 from ckpttool.storage.staging import staged
 from tests import damage
-from tests.cli.command import ckpttool, ckpttool_process, ckpttool_without_privileges, leftover, remains
+from tests.cli.command import (
+    EXTENSIONS_READING,
+    ckpttool,
+    ckpttool_process,
+    ckpttool_without_privileges,
+    leftover,
+    remains,
+)
 from tests.faults.disks import watching
 from tests.faults.rules import Before, Rule
 from tests.truth import read_safetensors, source, truth
@@ -476,8 +483,9 @@ def test_file_that_may_not_be_read_is_named(open_directory: Path) -> None:
     "arguments",
     [
         ["ls", "DIR"], ["inspect", "DIR"], ["prune", "DIR", "--keep-last", 1], ["diff", "DIR", "DIR"],
-        ["pin", "DIR", "--why", "paper"], ["stats", "DIR"], ["digest", "DIR"], ["cp", "DIR", "OUT"],
-        ["consolidate", "DIR", "OUT", "--to", "torch"], ["convert", "DIR", "OUT", "--to", "universal"],
+        ["pin", "DIR", "--why", "paper"], *([name, "DIR"] for name in EXTENSIONS_READING), ["digest", "DIR"],
+        ["cp", "DIR", "OUT"], ["consolidate", "DIR", "OUT", "--to", "torch"],
+        ["convert", "DIR", "OUT", "--to", "universal"],
     ],
     ids=lambda a: a[0],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Output and exit codes of ``diff``, ``stats``, ``digest`` and ``extract``."""
+"""Output and exit codes of ``diff``, ``digest`` and ``extract``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpttool import storage
 from tests import damage
-from tests.cli.command import ckpttool
+from tests.cli.command import EXTENSIONS_READING, ckpttool
 from tests.truth import source, truth
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path / "weights"
 
 
-def _change(file: Path, name: str, index: int, value: float) -> None:
+def change(file: Path, name: str, index: int, value: float) -> None:
+    """Change one value of a tensor in a file of weights."""
     tensors = load_file(str(file))
     tensors[name].view(-1)[index] = value
     save_file(tensors, str(file), metadata={"format": "pt"})
@@ -110,7 +111,7 @@ def test_all_compares_tensors_of_the_client_state(checkpoint_copy: Callable[[str
 
 
 def test_differences_are_printed_and_exit_with_1(weights: Path) -> None:
-    _change(weights / "model.safetensors", "up.bias", 3, 8.0)
+    change(weights / "model.safetensors", "up.bias", 3, 8.0)
     old = truth(NAME).tensors["fp32/up.bias"][3].item()
     done = ckpttool("diff", SRC, weights, "--json")
     assert done.code == 1
@@ -125,7 +126,7 @@ def test_differences_are_printed_and_exit_with_1(weights: Path) -> None:
 
 def test_tolerances(weights: Path) -> None:
     old = truth(NAME).tensors["fp32/up.bias"][3].item()
-    _change(weights / "model.safetensors", "up.bias", 3, old + 0.001)
+    change(weights / "model.safetensors", "up.bias", 3, old + 0.001)
     assert ckpttool("diff", SRC, weights).code == 1
     assert ckpttool("diff", SRC, weights, "--atol", "0.0011").code == 0
     assert ckpttool("diff", SRC, weights, "--atol", "0.0009").code == 1
@@ -134,7 +135,7 @@ def test_tolerances(weights: Path) -> None:
 
 
 def test_not_a_number_equals_itself_and_nothing_else(weights: Path, tmp_path: Path) -> None:
-    _change(weights / "model.safetensors", "up.bias", 3, float("nan"))
+    change(weights / "model.safetensors", "up.bias", 3, float("nan"))
     shutil.copytree(weights, tmp_path / "same")
     assert ckpttool("diff", weights, tmp_path / "same").code == 0
     assert json.loads(ckpttool("diff", SRC, weights, "--json", "--include", "up.bias").stdout)["tensors"][0] == {
@@ -145,17 +146,17 @@ def test_not_a_number_equals_itself_and_nothing_else(weights: Path, tmp_path: Pa
 
 def test_infinity_is_near_nothing_but_itself(weights: Path, tmp_path: Path) -> None:
     shutil.copytree(weights, tmp_path / "other")
-    _change(weights / "model.safetensors", "up.bias", 3, float("inf"))
+    change(weights / "model.safetensors", "up.bias", 3, float("inf"))
     for value in (1.0, float("nan"), -float("inf")):
-        _change(tmp_path / "other" / "model.safetensors", "up.bias", 3, value)
+        change(tmp_path / "other" / "model.safetensors", "up.bias", 3, value)
         for sides in ((weights, tmp_path / "other"), (tmp_path / "other", weights)):
             assert ckpttool("diff", *sides, "--rtol", "0.1", "--atol", "5").code == 1
-    _change(tmp_path / "other" / "model.safetensors", "up.bias", 3, float("inf"))
+    change(tmp_path / "other" / "model.safetensors", "up.bias", 3, float("inf"))
     assert ckpttool("diff", weights, tmp_path / "other", "--rtol", "0.1").code == 0
 
 
 def test_a_glob_that_matches_nothing_is_an_error() -> None:
-    for command in (("diff", SRC, SRC), ("stats", SRC)):
+    for command in (("diff", SRC, SRC), *((name, SRC) for name in EXTENSIONS_READING)):
         assert "holds no tensor of that name" in ckpttool(*command, "--include", "nothing").error
 
 
@@ -190,37 +191,6 @@ def test_states_are_compared_too(checkpoint_copy: Callable[[str], Path]) -> None
     told = json.loads(ckpttool("diff", SRC, root, "--json").stdout)
     different = [(t["name"], t["state"], t["differing"]) for t in told["tensors"] if t["kind"] != "equal"]
     assert [(state, count) for _, state, count in different] == [("exp_avg_sq", 1)]
-
-
-def test_statistics_are_those_of_torch() -> None:
-    (one,) = json.loads(ckpttool("stats", SRC, "--optimizer", "--json").stdout)["checkpoints"]
-    told = {(t["name"], t["state"]): t for t in one["tensors"]}
-    facts = truth(NAME).facts
-    for key, tensor in truth(NAME).tensors.items():
-        kind, _, name = key.partition("/")
-        if kind == "module" and name not in facts["frozen"]:
-            continue
-        found = told.pop((name, "weights" if kind in {"fp32", "module", "buffer"} else kind))
-        wide = tensor.double()
-        assert found["numel"] == wide.numel()
-        assert (found["min"], found["max"]) == (wide.min().item(), wide.max().item())
-        assert found["mean"] == pytest.approx(wide.mean().item(), rel=1e-12, abs=1e-15)
-        assert found["norm"] == pytest.approx(wide.norm().item(), rel=1e-12)
-        assert (found["zeros"], found["nan"], found["inf"]) == ((wide == 0).sum().item(), 0, 0)
-    assert not told
-
-
-def test_values_that_are_not_finite_are_counted_and_left_out_of_the_rest(weights: Path) -> None:
-    file = weights / "model.safetensors"
-    for index, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0)):
-        _change(file, "up.bias", index, value)
-    (one,) = json.loads(ckpttool("stats", weights, "--include", "up.bias", "--json").stdout)["checkpoints"]
-    (found,) = one["tensors"]
-    rest = truth(NAME).tensors["fp32/up.bias"].double()[4:]
-    assert (found["nan"], found["inf"], found["zeros"]) == (1, 2, 1)
-    assert found["max"] == max(rest.max().item(), 0)
-    assert found["mean"] == pytest.approx(rest.sum().item() / 34)
-    assert "1 tensors have values that are not finite" in ckpttool("stats", weights).stdout
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npy", ".pt"])

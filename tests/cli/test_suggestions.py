@@ -13,7 +13,7 @@ import click
 import pytest
 
 from ckpttool.cli import COMMANDS, MEANT, cli
-from ckpttool.cli._examples import DOCS, EXAMPLES
+from ckpttool.cli._examples import DOCS
 from tests.cli.command import Outcome, ckpttool
 from tests.truth import HERE, source
 
@@ -50,23 +50,18 @@ def test_an_unlike_name_gets_none() -> None:
     assert set(MEANT.values()) <= COMMANDS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"completion"}))
 def test_the_examples_of_the_help_parse_and_its_page_exists(name: str) -> None:
-    page, lines = EXAMPLES[name]
-    shown = ckpttool(name, "--help").stdout
-    assert shown.endswith(f"More: {DOCS}/{page}.html\n")
-    assert (HERE.parent / "docs/howto" / f"{page}.md").is_file()
+    shown, more = ckpttool(name, "--help").stdout.rsplit(f"\nMore: {DOCS}/", 1)
+    assert (HERE.parent / "docs/howto" / more.replace(".html\n", ".md")).is_file()
+    lines = shown.rpartition("Examples:\n")[2].splitlines()
+    assert len(lines) == 3
     for line in lines:
-        assert f"  {line}\n" in shown
         program, called, *arguments = shlex.split(line)
         assert (program, called) == ("ckpttool", name)
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
         command.make_context(name, arguments)  # raises for wrong usage
-
-
-def test_every_command_has_examples() -> None:
-    assert {*EXAMPLES, "completion"} == {*COMMANDS}
 
 
 def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,14 +75,14 @@ def test_the_environment_gives_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quiet_prints_errors_and_json_alone(tmp_path: Path) -> None:
     assert ckpttool("verify", CHECKPOINT, "-q") == Outcome(0, "", "")
-    assert ckpttool("stats", CHECKPOINT, "-q").stdout == ""
+    assert ckpttool("digest", CHECKPOINT, "-q").stdout == ""
     assert ckpttool("inspect", CHECKPOINT, "-q", "--json").stdout == ckpttool("inspect", CHECKPOINT, "--json").stdout
     assert "does not exist" in ckpttool("inspect", tmp_path / "gone", "-q").stderr
 
 
 def test_help_is_a_command_too() -> None:
     assert ckpttool("help").stdout == ckpttool("--help").stdout
-    assert ckpttool("help", "stats").stdout == ckpttool("stats", "--help").stdout
+    assert ckpttool("help", "digest").stdout == ckpttool("digest", "--help").stdout
     assert ckpttool("-V").stdout == ckpttool("--version").stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from rich.cells import cell_len
 import ckpttool as api
 from ckpttool.blocks import ELLIPSIS, Facts, Line, Table, shortened
 from tests import sampling
-from tests.cli.command import ckpttool, in_terminal, plain
+from tests.cli.command import EXTENSIONS_READING, ckpttool, in_terminal, plain
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LONG_AGO = time.time() - 10.5 * 86_400
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w.])")
 
 COMMANDS: dict[str, tuple[object, ...]] = {
-    "stats": ("stats", CHECKPOINT, "--optimizer"),
+    **{name: (name, CHECKPOINT) for name in EXTENSIONS_READING},
     "inspect": ("inspect", CHECKPOINT),
     "params": ("inspect", CHECKPOINT, "--params"),
     "ranks": ("inspect", CHECKPOINT, "--ranks"),
@@ -83,7 +84,7 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "diff": lambda: api.diff(CHECKPOINT, OTHER, all=True),
     "digest": lambda: api.digest(CHECKPOINT),
     "ls": lambda: api.ls(CHECKPOINT),
-    "stats": lambda: api.stats(CHECKPOINT),
+    **{name: functools.partial(getattr(api, name), CHECKPOINT) for name in EXTENSIONS_READING},
     "prune": lambda: api.prune(CHECKPOINT, keep_last=1, dry_run=True),
     "consolidate": lambda: api.consolidate(CHECKPOINT, "out", to="safetensors", prove=True),
     "average": lambda: api.average([CHECKPOINT, OTHER], "out", to="safetensors"),
@@ -149,12 +150,6 @@ def test_a_narrow_table_says_what_it_leaves_out() -> None:
     assert ELLIPSIS in lines[1]
     assert " ".join(" ".join(line[40:].split()) for line in lines).count("three") >= 1
     assert table.fitted(400, cell_len) == (table.lines(), False)
-
-
-@pytest.mark.parametrize(("columns", "kept"), [(60, ["min", "max"]), (80, ["min", "max", "norm"])])
-def test_statistics_lose_counts_of_0_before_their_numbers(columns: int, kept: list[str]) -> None:
-    shown = in_terminal("stats", CHECKPOINT, "--optimizer", columns=columns, errors=False)
-    assert plain(shown).splitlines()[0].split() == ["tensor", "state", *kept]
 
 
 @pytest.mark.parametrize("rows", [30, 31])

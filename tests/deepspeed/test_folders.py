@@ -14,7 +14,7 @@ from ckpttool.commit.marks import Pin, write_pin
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.integrations.live.folders import Folders, candidates_in, check_no_foreign
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name, walk
+from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.saving.checkpoints import save_version
 from tests.wording import refused
 
@@ -64,15 +64,6 @@ def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(tmp_path: Path) -
     thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / names[0] / "step"), options), options)
     found = candidates_in(LOCAL, [str(tmp_path / name) for name in names])
     assert found == [str(tmp_path / name / "step") for name in (names[1], names[2], names[0])]
-
-
-def test_lightning_resumes_from_no_checkpoint_that_was_being_removed(tmp_path: Path) -> None:
-    strategy = pytest.importorskip("ckpttool.integrations.lightning", reason="lightning is not installed")
-    for number in (1, 2):
-        save_version(LOCAL, str(tmp_path / f"step={number}.ckpt"), Alone(), "checkpoint", number)
-    assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=2.ckpt")
-    (tmp_path / "step=2.ckpt").rename(tmp_path / aside_name("step=2.ckpt"))
-    assert strategy.newest_checkpoint(tmp_path) == str(tmp_path / "step=1.ckpt")
 
 
 def test_a_folder_of_fsdp2_counts_while_it_is_committed(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import ckpttool
 from ckpttool.errors import CkptError
+from tests.cli.command import EXTENSIONS_READING, remains
 from tests.cli.command import ckpttool as command
-from tests.cli.command import remains
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def test_weights_that_are_a_link_are_not_read(checkpoint_copy: Callable[[str], P
     file = next((root / "global_step3").glob("*optim*"))
     file.rename(tmp_path / "elsewhere.pt")
     file.symlink_to(tmp_path / "elsewhere.pt")
-    for arguments in [("inspect", root), ("stats", root)]:
+    for arguments in [("inspect", root), *((name, root) for name in EXTENSIONS_READING)]:
         assert f"{file}: {REFUSED}" in command(*arguments).error
     assert command("inspect", root, "--follow-links").code == 0
     assert ckpttool.inspect(root, follow_links=True).tag == "global_step3"

@@ -2,6 +2,8 @@
 
     python -m tests.golden.interface     # writes interface.json anew, after a change of the interface that is meant
 
+The names and the JSON of an extension are in ``interface.json`` in the directory of its tests.
+
 ``test_interface_file.py`` compares. Nothing here needs torch, DeepSpeed or Ray.
 """
 
@@ -22,15 +24,31 @@ from typing import Any
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._errors import invoke
+from tests.cli.command import EXTENSIONS_READING
 from tests.truth import source
 
 GOLDEN = Path(__file__).with_name("interface.json")
+OF_EXTENSIONS = Path(__file__).resolve().parents[1] / "extensions"
 ZERO2, ZERO3, OTHER = source("zero2-dp2-bf16"), source("zero3-dp2-bf16"), source("universal-zero3-dp2-bf16")
 
 
-def describe() -> dict[str, Any]:
-    """The whole interface, as plain values."""
-    return {"names": {name: _describe_name(getattr(ckpttool, name)) for name in ckpttool.__dir__()}, "json": _outputs()}
+def describe() -> dict[Path, dict[str, Any]]:
+    """The whole interface, as plain values by golden file; a file without a name and a command is left out."""
+    found: dict[Path, dict[str, Any]] = {GOLDEN: {"names": {}, "json": {}}}
+    names, modules = ckpttool.__dir__(), vars(ckpttool)["_modules"]
+    for name in names:
+        described = _describe_name(getattr(ckpttool, name))
+        _golden(found, modules[name])["names"][name] = described
+    for key, schema in _outputs().items():
+        _golden(found, COMMANDS[key.partition(" ")[0]])["json"][key] = schema
+    return found
+
+
+def _golden(found: dict[Path, dict[str, Any]], module: str) -> dict[str, Any]:
+    """The description in the golden file of a module."""
+    _, package, name, *_ = f"{module}..".split(".")
+    path = OF_EXTENSIONS / name / GOLDEN.name if package == OF_EXTENSIONS.name else GOLDEN
+    return found.setdefault(path, {"names": {}, "json": {}})
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -89,7 +107,6 @@ def _outputs() -> dict[str, Any]:
             "inspect --param": [["inspect", ZERO3, "--param", "up.weight"]],
             "digest": [["digest", ZERO3]],
             "verify": [["verify", ZERO3], ["verify", _damaged(Path(temporary)), "--deep"]],
-            "stats": [["stats", ZERO3]],
             "diff": [["diff", ZERO3, OTHER], ["diff", ZERO3, ZERO2]],
             "ls": [["ls", runs]],
             "extract": [["extract", ZERO3, "up.weight", Path(temporary, "up.npy")]],
@@ -101,6 +118,7 @@ def _outputs() -> dict[str, Any]:
             "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
         }
+        calls |= {name: [[name, ZERO3]] for name in EXTENSIONS_READING}
         with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}
         covered = {key.partition(" ")[0] for key in calls}
         assert covered == with_json, f"--json is not described for {with_json ^ covered}"
@@ -188,10 +206,14 @@ def _merged(schemas: list[Any]) -> Any:
     return {"either": [merged, plain]} if plain else merged
 
 
-def text() -> str:
-    """The content of the golden file."""
-    return json.dumps(describe(), indent=1, default=lambda kinds: " or ".join(sorted(kinds))) + "\n"
+def texts() -> dict[Path, str]:
+    """The content of each golden file."""
+    return {
+        path: json.dumps(described, indent=1, default=lambda kinds: " or ".join(sorted(kinds))) + "\n"
+        for path, described in describe().items()
+    }
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(text(), encoding="utf-8")
+    for path, text in texts().items():
+        path.write_text(text, encoding="utf-8")

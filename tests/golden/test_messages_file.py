@@ -15,11 +15,13 @@ NODE = "tests/commit/test_manifest.py::test_missing_manifest"
 
 
 def test_the_file_has_messages_of_the_tests_that_expect_them() -> None:
-    named = {f: {name.partition("[")[0] for name in names} for f, names in wording.golden_messages().items()}
+    golden = wording.golden_messages()
+    present = {f for f in golden if not f.startswith("tests/extensions/") or (wording.ROOT / f).parent.is_dir()}
+    named = {f: {name.partition("[")[0] for name in golden[f]} for f in golden if f in present}
     expecting = functions_with_messages()
     differ = sorted(f for f in {*named, *expecting} if named.get(f) != expecting.get(f))
     assert not differ, f"{differ}: {COMMAND}"
-    assert list(named) == sorted(named), COMMAND
+    assert list(golden) == sorted(golden), COMMAND
 
 
 def test_the_message_is_compared_whole(tmp_path: Path) -> None:

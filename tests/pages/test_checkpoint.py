@@ -438,7 +438,7 @@ def test_a_directory_is_no_page(s3: Bucket, tmp_path: Path) -> None:
 
 def test_a_page_needs_a_directory_before_anything_is_read(tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
-    error = ckpttool("stats", "/nowhere", "--html", out).error
+    error = ckpttool("inspect", "/nowhere", "--html", out).error
     assert error == f"Error: {out}: cannot be written: its directory does not exist; create {tmp_path / 'new'} first"
     done = ckpttool_process("inspect", source("zero2-dp2-bf16"), "--html", "page.html", cwd=tmp_path)
     assert (done.code, done.stdout) == (0, "page.html: wrote a page\n")

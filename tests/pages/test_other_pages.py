@@ -1,8 +1,7 @@
-"""The pages of ls, diff and stats in a real browser: they draw, and say what the commands say."""
+"""The pages of ls and diff in a real browser: they draw, and say what the commands say."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -14,11 +13,10 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.diff import Difference, DiffReport
-from ckpttool.analysis.stats import linear_histogram
 from ckpttool.pages.diff import diff_page
-from tests.cli.command import ckpttool, remains
+from tests.cli.command import EXTENSIONS_READING, ckpttool, remains
 from tests.pages.test_checkpoint import HOSTILE
-from tests.truth import source, truth
+from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +29,8 @@ if TYPE_CHECKING:
 ZERO2, ZERO3 = source("zero2-dp2-bf16"), source("zero3-dp2-bf16")
 
 
-def _cells(page: Opened, table: str, column: int) -> list[str]:
+def cells(page: Opened, table: str, column: int) -> list[str]:
+    """Return the texts of a column of a table."""
     found: list[str] = page.run(
         f"[...document.querySelectorAll('#{table} tbody tr')].map((r) => r.cells[{column}].innerText)"
     )
@@ -63,12 +62,12 @@ def test_the_life_of_a_run(scheme: str, opened: Open, run_root: Path, tmp_path: 
     assert ckpttool("prune", run_root, "--keep-last", "1", "--dry-run", "--html", out).code == 0
     page = opened(out, scheme=scheme)
     found = api.ls(run_root)
-    assert _cells(page, "entries", 0) == [e.name for e in found.entries]
+    assert cells(page, "entries", 0) == [e.name for e in found.entries]
     decisions = api.prune(run_root, keep_last=1, dry_run=True)
-    told = _cells(page, "entries", 8)
+    told = cells(page, "entries", 8)
     assert [text.partition(":")[0] == "kept" for text in told] == [d.keep for d in decisions]
     assert all(d.reason in text for d, text in zip(decisions, told, strict=True))
-    assert "torn" in _cells(page, "entries", 7)[2]
+    assert "torn" in cells(page, "entries", 7)[2]
     assert page.run("page.charts.map((c) => c.title)").count("Size of the checkpoints") == 1
     assert page.run("page.charts.every((c) => c.data[0].length > 0)")
     page.sound()
@@ -82,7 +81,7 @@ def test_a_root_with_hostile_names(opened: Open, run_root: Path, tmp_path: Path)
     out = tmp_path / "ls.html"
     assert ckpttool("ls", run_root, "--html", out).code == 0
     page = opened(out)
-    assert len(_cells(page, "entries", 0)) == 6
+    assert len(cells(page, "entries", 0)) == 6
     assert page.run("window.hacked === undefined && !document.querySelector('img')")
     page.sound()
 
@@ -98,16 +97,16 @@ def test_a_comparison_shows_where_and_how_much(opened: Open, tmp_path: Path) -> 
     page = opened(out)
     assert page.text("h1") == f"{len(report.different)} of {len(report.tensors)} tensors differ"
     worst = max(report.tensors, key=lambda t: t.max_abs)
-    assert (_cells(page, "tensors", 0)[0], _cells(page, "tensors", 1)[0]) == (worst.name, worst.state)
+    assert (cells(page, "tensors", 0)[0], cells(page, "tensors", 1)[0]) == (worst.name, worst.state)
     layers = list(dict.fromkeys(t.name.partition(".")[0] for t in report.tensors))
-    assert _cells(page, "heat", 0) == layers
-    for layer, shown in zip(layers, _cells(page, "heat", 1), strict=True):
+    assert cells(page, "heat", 0) == layers
+    for layer, shown in zip(layers, cells(page, "heat", 1), strict=True):
         most = max(t.max_abs for t in report.tensors if t.name.partition(".")[0] == layer and t.state == "weights")
         assert shown == "equal" if most == 0 else math.isclose(float(shown), most, rel_tol=0.05)
     page.page.select_option("#measure", "share")
-    assert any(text.endswith("%") for text in _cells(page, "heat", 1))
+    assert any(text.endswith("%") for text in cells(page, "heat", 1))
     page.page.fill("#search", "up.*")
-    assert set(_cells(page, "tensors", 0)) == {"up.weight", "up.bias"}
+    assert set(cells(page, "tensors", 0)) == {"up.weight", "up.bias"}
     page.sound()
 
 
@@ -120,85 +119,6 @@ def test_equal_checkpoints_and_only_in_one(opened: Open, tmp_path: Path) -> None
     opened(tmp_path / "other.html", width=390).sound()
 
 
-# ------------------------------------------------------------------------------------------------- stats
-
-
-@pytest.mark.parametrize("name", ["zero2-dp2-bf16", "zero0-dp2-fp16"])
-def test_magnitudes_are_counted_exactly(name: str) -> None:
-    known = truth(name)
-    for found in api.stats(source(name), optimizer=True, magnitudes=True):
-        assert found.zeros + found.nan + found.inf + sum(n + p for _, n, p in found.magnitudes) == found.numel
-        sketch = linear_histogram(found, 12)
-        spread = found.min < found.max
-        assert math.isclose(
-            sum(sketch), found.numel - found.nan - found.inf if spread else 0, rel_tol=1e-9, abs_tol=1e-9
-        )
-    arrays = {t.name: t for t in api.stats(source(name), magnitudes=True)}
-    checked = 0
-    for key, values in known.arrays.items():
-        stats = next((t for t in arrays.values() if key.endswith(f"/{t.name}") or key == t.name), None)
-        if stats is None or values.dtype != np.float32 or values.shape != stats.shape or "exp" in key:
-            continue
-        if not math.isclose(float(np.linalg.norm(values.astype(np.float64))), stats.norm, rel_tol=1e-9):
-            continue  # another state of that name
-        exponents = np.floor(np.log2(np.abs(values[values != 0].astype(np.float64)))).astype(int)
-        for e, negative, positive in stats.magnitudes:
-            of = values[values != 0][exponents == e]
-            assert (negative, positive) == (int((of < 0).sum()), int((of > 0).sum()))
-        checked += 1
-    assert checked >= 5
-
-
-def test_magnitudes_of_the_rarest_values(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    values = np.array(
-        [0, -0.0, 5e-324, -5e-324, 1e-310, 1, -1, 1.999, 2, -3.5, 2.0**500, math.inf, -math.inf, math.nan]
-    )
-    safetensors.save_file({"x": values}, str(tmp_path / "model.safetensors"))
-    (found,) = api.stats(tmp_path, magnitudes=True)
-    assert (found.zeros, found.inf, found.nan) == (2, 2, 1)
-    assert found.magnitudes == ((-1023, 0, 3), (0, 1, 2), (1, 1, 1), (500, 0, 1))
-
-
-def test_statistics_of_one_checkpoint(opened: Open, tmp_path: Path) -> None:
-    out = tmp_path / "stats.html"
-    assert ckpttool("stats", ZERO2, "--optimizer", "--html", out).code == 0
-    found = api.stats(ZERO2, optimizer=True, magnitudes=True)
-    page = opened(out)
-    assert _cells(page, "tensors", 0) == [t.name for t in found]
-    assert page.run("document.querySelectorAll('#tensors svg').length") == len(found)
-    held = page.run("JSON.parse(document.getElementById('data').textContent).series[0].tensors")
-    told = json.loads(ckpttool("stats", ZERO2, "--optimizer", "--json").stdout)
-    assert [held] == [one["tensors"] for one in told["checkpoints"]]
-    norms = page.run("page.charts[0].data")
-    floats = [t for t in found if t.dtype[0] in "FB" and t.dtype != "BOOL"]
-    assert len(floats) < len(found)  # positions and masks have no norm
-    layers = list(dict.fromkeys(t.name.partition(".")[0] for t in floats))
-    assert len(norms[0]) == len(layers)
-    for at, layer in enumerate(layers):
-        for k, state in enumerate(dict.fromkeys(t.state for t in found)):
-            held = [t.norm for t in floats if t.state == state and t.name.partition(".")[0] == layer]
-            assert norms[1 + k][at] == (pytest.approx(math.hypot(*held), rel=1e-9) if held else None)
-    page.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
-    assert _cells(page, "norms", 0) == layers
-    weights = [
-        math.hypot(*(t.norm for t in floats if t.state == "weights" and t.name.split(".")[0] == n)) for n in layers
-    ]
-    assert [float(text.replace(",", "")) for text in _cells(page, "norms", 1)] == pytest.approx(weights, rel=1e-3)
-    page.sound()
-
-
-def test_a_series_over_steps(opened: Open, run_root: Path, tmp_path: Path) -> None:
-    out = tmp_path / "stats.html"
-    tags = [run_root / "global_step10", run_root / "global_step20"]
-    assert ckpttool("stats", *tags, "--html", out).code == 0
-    page = opened(out, scheme="dark")
-    assert page.run("page.charts.map((c) => c.data[0].length)")[1:] == [2, 2]
-    assert page.run("page.charts[1].data[0]") == [0, 1]  # both copies are of step 3
-    page.page.select_option("#tensor", "3")
-    page.sound()
-
-
 def test_no_page_runs_a_hostile_name(opened: Open, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     names = [name for name in HOSTILE if name and "\ud800" not in name and name != "__proto__"]
@@ -206,10 +126,8 @@ def test_no_page_runs_a_hostile_name(opened: Open, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     safetensors.save_file({name: np.zeros(3, np.float32) for name in names}, str(other / "model.safetensors"))
-    commands: list[list[Any]] = [
-        ["inspect", tmp_path / "model.safetensors"], ["diff", tmp_path / "model.safetensors", other],
-        ["stats", tmp_path / "model.safetensors"],
-    ]  # fmt: skip
+    src = tmp_path / "model.safetensors"
+    commands: list[list[Any]] = [["inspect", src], ["diff", src, other], *([name, src] for name in EXTENSIONS_READING)]
     for command in commands:
         out = tmp_path / f"{command[0]}.html"
         assert ckpttool(*command, "--html", out).code in {0, 1}
@@ -229,9 +147,9 @@ def test_a_comparison_of_many_tensors_lists_those_that_differ_most(opened: Open)
     data = diff_page(DiffReport("a", "b", tuple(tensors), ()), max_rows=10)
     page = opened(data)
     assert page.text("h1") == "49 of 50 tensors differ"
-    assert len(_cells(page, "heat", 0)) == 50
-    assert _cells(page, "heat", 1)[3:5] == ["only in a", "equal"]
-    shown = _cells(page, "tensors", 0)
+    assert len(cells(page, "heat", 0)) == 50
+    assert cells(page, "heat", 1)[3:5] == ["only in a", "equal"]
+    shown = cells(page, "tensors", 0)
     assert set(shown) == {"layers.3.weight", *(f"layers.{i}.weight" for i in range(41, 50))}
     assert "the other 40 differ less" in page.text("#tensors caption")
     many = [replace(t, name=f"model.{k}.{t.name}") for k in range(2_000) for t in tensors]

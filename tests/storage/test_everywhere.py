@@ -18,6 +18,7 @@ from safetensors.torch import load
 import ckpttool
 from ckpttool.cli import _output
 from tests import sampling
+from tests.cli.command import EXTENSIONS_READING
 from tests.cli.command import ckpttool as command
 from tests.storage import places, server
 from tests.storage.places import files_in
@@ -171,7 +172,7 @@ def _said(*arguments: str, src: str) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["verify"], ["verify", "--deep"], ["stats"], ["stats", "--json", "--optimizer"], ["digest"]],
+    [["verify"], ["verify", "--deep"], *([name] for name in EXTENSIONS_READING), ["digest"]],
     ids=" ".join,
 )
 def test_commands_say_the_same(arguments: list[str], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.s3 import SingleAttemptFileSystem
 from tests import sampling
+from tests.cli.command import EXTENSIONS_READING, ckpttool_process
 from tests.cli.command import ckpttool as command
-from tests.cli.command import ckpttool_process
 from tests.faults import s3_faults as faults
 from tests.faults.rules import Before
 from tests.faults.s3_faults import Cut, Hang, Latency, Shorter, Unranged
@@ -317,7 +317,7 @@ def test_a_permanent_failure_is_reported_at_once(
 
 @either_client
 def test_there_is_no_such_bucket_or_key(s3: Bucket, proxy: Proxy) -> None:
-    for name in ("inspect", "verify", "stats"):
+    for name in ("inspect", "verify", *EXTENSIONS_READING):
         assert command(name, "s3://no-such-bucket/run").code == 3
     error = command("inspect", "s3://no-such-bucket/run").error
     assert error.startswith("Error: s3://no-such-bucket/run: the bucket does not exist; ")

@@ -86,8 +86,8 @@ def check_content(distribution: Path) -> None:
         "ckpttool/py.typed",
         "ckpttool/__init__.pyi",
     }
-    static = ROOT / "ckpttool" / "pages" / "static"
-    package |= {path.relative_to(ROOT).as_posix() for path in static.rglob("*") if path.is_file()}
+    of_pages = (path for kind in ("js", "css", "txt") for path in (ROOT / "ckpttool").rglob(f"static/**/*.{kind}"))
+    package |= {path.relative_to(ROOT).as_posix() for path in of_pages}
     assert package <= set(names), sorted(package - set(names))
     assert any(name.endswith("LICENSE") for name in names), names
     assert any(name.endswith("vendor/LICENSES.txt") for name in names), names

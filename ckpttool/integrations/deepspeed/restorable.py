@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.errors import CkptError, PlanError
+from ckpttool.integrations.deepspeed import POSITION
 from ckpttool.integrations.deepspeed.engine import data_sampler, has_optimizer, parameters_on_nvme, whole_layers
 from ckpttool.integrations.deepspeed.match import check_module, match
 from ckpttool.integrations.deepspeed.states import optimizer_identity
 from ckpttool.integrations.live.options import LoadOptions
-from ckpttool.integrations.torch.sampler import POSITION
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State
 from ckpttool.model.places import Computed

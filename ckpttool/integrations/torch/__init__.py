@@ -1,1 +1,1 @@
-"""Bridges to torch: process groups, pickles, tensors, random number generators and samplers."""
+"""Bridges to torch: process groups, pickles, tensors and random number generators."""

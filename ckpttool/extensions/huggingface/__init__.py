@@ -1,0 +1,1 @@
+"""Commits and restores of the Hugging Face Trainer, exports beside its run, and a runner of unchanged scripts."""

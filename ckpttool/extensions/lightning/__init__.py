@@ -1,0 +1,1 @@
+"""Commits and restores of Lightning: its strategies for DeepSpeed and FSDP2."""

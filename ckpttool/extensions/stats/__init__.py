@@ -1,0 +1,1 @@
+"""Statistics of the values of a checkpoint: the function, the command and the page."""
