@@ -52,6 +52,7 @@ BENCHMARKS = {
     "scale": ["--runs", "2"],
     "torch_scale": ["--runs", "2"],
     "storage": ["--runs", "2", "--peer-runs", "1", "--latency", "0.05"],
+    "copies": ["--runs", "3"],
 }
 """Options of each benchmark."""
 PACKAGES = ("numpy", "torch", "deepspeed", "ray", "transformers", "s3fs")

@@ -22,6 +22,7 @@ RUNS = {
     "average.py": [*ONCE, "--sources", "2"],
     "consolidate.py": [*ONCE, "--peer-runs", "1", "--stages", "2"],
     "convert.py": [*ONCE, "--peer-runs", "1", "--stages", "2", "--workers", "1"],
+    "copies.py": [*ONCE, "--latency", "0"],
     "fsdp2.py": [*ONCE, "--peer-runs", "1"],
     "growth.py": ["--tiny", "--runs", "1"],
     "limit.py": ONCE,
