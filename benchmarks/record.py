@@ -5,7 +5,7 @@
 
 The code of the commit is measured with the benchmark scripts of this checkout. Each comparison alternates its
 contestants and reverses their order every second round; the record has the median, the minimum and the maximum of every
-quantity, the commit and the kind of machine. ``tables.py`` writes the tables of README and docs from the record.
+quantity, the commit, and the kind of machine of each benchmark. ``tables.py`` writes the tables of README and docs from the record.
 
 ``--compare`` compares the record with an older one: ratios to the base of each comparison, as seconds differ between
 machines. A contestant is worse if all its runs, against all runs of the base, are above the old ones.
@@ -138,7 +138,7 @@ def main() -> None:
     commit = subprocess.run(
         [*git, "rev-parse", "--short=12", arguments.commit], capture_output=True, text=True, check=True
     ).stdout.strip()
-    old = json.loads(RECORD.read_text()) if RECORD.exists() else {"comparisons": []}
+    old = json.loads(RECORD.read_text()) if RECORD.exists() else {"machines": {}, "comparisons": []}
     kept = [c for c in old["comparisons"] if c["benchmark"] not in arguments.only]
     with tempfile.TemporaryDirectory() as scratch:
         code, lines = Path(scratch) / "code", Path(scratch) / "record.jsonl"
@@ -157,7 +157,8 @@ def main() -> None:
             for name, quantities in runs.items()
         }
         comparison |= {"commit": commit, "date": today}
-    record = {"machine": machine(arguments.data), "comparisons": kept + measured}
+    machines = old["machines"] | dict.fromkeys(arguments.only, machine(arguments.data))
+    record = {"machines": machines, "comparisons": kept + measured}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {RECORD}")
 

@@ -168,13 +168,18 @@ def conditions(record: dict[str, Any], name: str) -> str:
     """Return the line on the machine and the releases of a table; of one benchmark also the commits."""
     commits = sorted({c["commit"] for c in record["comparisons"] if name == c["benchmark"]})
     of_commit = f" on commit {', '.join(commits)}" if commits else ""  # of the summary: docs/benchmarks.md has them
-    m = record["machine"]
-    versions = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
+    benchmarks = [row.benchmark for row in SUMMARY] if name == "summary" else [name]
+    machines = dict.fromkeys(_machine(record["machines"][benchmark]) for benchmark in benchmarks)
     return (
-        f"Medians, measured{of_commit} with {m['cores']} cores of {m['processor']}, "
-        f"{m['memory_gb']} GB of memory, {m['file_system']}, Python {m['python']}, {versions}. "
+        f"Medians, measured{of_commit} with {', or with '.join(machines)}. "
         "The ratios carry over to other machines better than the seconds."
     )
+
+
+def _machine(m: dict[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in m["packages"].items())
+    hardware = f"{m['cores']} cores of {m['processor']}, {m['memory_gb']} GB of memory, {m['file_system']}"
+    return f"{hardware}, Python {m['python']}, {versions}"
 
 
 def updated(text: str, record: dict[str, Any]) -> str:

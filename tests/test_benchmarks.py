@@ -114,7 +114,7 @@ def _record(tables: Any, seconds: float) -> dict[str, Any]:
         for (benchmark, comparison), contestants in found.items()
     ]
     machine = {"cores": 2, "processor": "x", "memory_gb": 24, "file_system": "ext4", "python": "3.11", "packages": {}}
-    return {"machine": machine, "comparisons": comparisons}
+    return {"machines": {benchmark: machine for benchmark, _ in found}, "comparisons": comparisons}
 
 
 def test_a_table_changes_with_the_record(tables: Any) -> None:
@@ -127,6 +127,11 @@ def test_a_table_changes_with_the_record(tables: Any) -> None:
     name = tables.SUMMARY[0].benchmark
     assert "on commit abc" in tables.conditions(_record(tables, 2.0), name)
     assert tables.updated(new, _record(tables, 2.0)) == new
+    assert new.count("2 cores of x") == 1
+    other = _record(tables, 2.0)
+    other["machines"][name] = {**other["machines"][name], "processor": "y"}
+    assert "2 cores of y" in tables.conditions(other, name)
+    assert re.search(r"with 2 cores of [xy],.*, or with 2 cores of [xy],", tables.conditions(other, "summary"))
     assert "| 3.00 s | 6.00 |" in tables.updated(new, _record(tables, 3.0))
 
 
