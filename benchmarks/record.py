@@ -5,7 +5,8 @@
 
 The code of the commit is measured with the benchmark scripts of this checkout. Each comparison alternates its
 contestants and reverses their order every second round; the record has the median, the minimum and the maximum of every
-quantity, the commit, and the kind of machine of each benchmark. ``tables.py`` writes the tables of README and docs from the record.
+quantity, the commit, and the kind of machine of each benchmark. ``tables.py`` writes the tables of README and docs from
+the record.
 
 ``--compare`` compares the record with an older one: ratios to the base of each comparison, as seconds differ between
 machines. A contestant is worse if all its runs, against all runs of the base, are above the old ones.
