@@ -123,8 +123,8 @@ def test_a_row_gives_a_command_its_place() -> None:
 
 
 def test_the_help_lists_a_command_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Extension("a", commands=(Command("x", "Look", "inspect", "a.x"),))
+    row = Extension("a", commands=(Command("x", "Look", "verify", "a.x"),))
     monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (row,))
-    found = with_extensions({"Look": {"inspect": "i", "verify": "v"}, "Keep": {"ls": "l"}})
-    assert [*found["Look"].items()] == [("inspect", "i"), ("x", "a.x"), ("verify", "v")]
+    found = with_extensions({"Look": {"inspect": "i", "verify": "v", "diff": "d"}, "Keep": {"ls": "l"}})
+    assert [*found["Look"].items()] == [("inspect", "i"), ("verify", "v"), ("x", "a.x"), ("diff", "d")]
     assert found["Keep"] == {"ls": "l"}
