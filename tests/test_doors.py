@@ -18,7 +18,9 @@ from ckpttool.registry import EXTENSIONS, Command, Extension, with_extensions
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [extension.name for extension in EXTENSIONS]
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "_generated")
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "_generated", ".data", "build", "dist"
+)
 CORE = [f"tests/{name}.py" for name in ("test_imports", "test_of_module", "cli/test_suggestions", "cli/test_messages")]
 """Tests of the core that use many of its modules; they take seconds."""
 OF_EXTENSIONS = """
