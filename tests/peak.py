@@ -17,7 +17,9 @@ def memory_above(function: Callable[[], object]) -> int:
     Source: Linux, proc(5): 5 in ``clear_refs`` sets the peak to the memory that the process has.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still has would hide what a call needs
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # else a call would use freed pages that are still resident, and its need would not show
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     function()

@@ -97,7 +97,8 @@ def test_the_core_is_whole_without_extensions(tmp_path: Path) -> None:
 def test_the_quick_tests_of_the_core_pass(removed: list[str], tmp_path: Path) -> None:
     """Pages of the documentation describe all extensions: their tests are left out."""
     _check_core(removed, tmp_path / "copy")
-    _run(tmp_path / "copy", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--quick", "--ignore=tests/docs")
+    in_two = ("-n", "2", "--dist", "loadfile")
+    _run(tmp_path / "copy", "-m", "pytest", "-q", "-p", "no:cacheprovider", *in_two, "--quick", "--ignore=tests/docs")
 
 
 @pytest.mark.parametrize("row", EXTENSIONS, ids=NAMES)

@@ -35,7 +35,7 @@ def _imported(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _imported_anywhere(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """What statements import, also for types and in functions."""
+    """Yield all that statements import, also for type checking and inside functions."""
     yield from _imported(node for part in body for node in ast.walk(part) if isinstance(node, ast.stmt))
 
 
@@ -73,8 +73,8 @@ def test_no_module_is_imported_in_a_circle() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_module_knows_itself_by_way_of_others_but_for_the_opening_of_checkpoints() -> None:
-    """Whether an unfinished save counts depends on another checkpoint of its root, which is opened to know."""
+def test_modules_outside_formats_import_each_other_neither_for_types_nor_in_functions() -> None:
+    """The modules that open checkpoints need one another: to judge an unfinished save, they open its checkpoint."""
     graph = _graph(_imported_anywhere)
     assert "ckpttool.formats.unfinished" in graph["ckpttool.formats.scan"]  # in a function
     TopologicalSorter(

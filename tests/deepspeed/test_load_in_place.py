@@ -1,4 +1,4 @@
-"""With ``staged=False`` an engine gets what a staged load gives it, and an error says whether it is half loaded."""
+"""Loads into engines with ``staged=False``: equal to staged ones, refused before the data, or half loaded."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _load(kind: str, root: str, *, staged: bool, stage: int = 2, ranks: int = 2,
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
-    """What live engines held after each load."""
+    """The state of the live engines after each load."""
     loads = []
     for name, engine in ENGINES.items():
         found = {**engine, "dtype": truth(engine["source"]).facts["dtype"]}

@@ -1,4 +1,4 @@
-"""What a function of a framework uses, to find a release that changes it."""
+"""The names that the source of a framework's function uses: they show whether a release has changed it."""
 
 from __future__ import annotations
 

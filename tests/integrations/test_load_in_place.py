@@ -1,4 +1,4 @@
-"""With ``staged=False`` a torch run gets what a staged load gives it, and an error says whether it is half loaded."""
+"""Loads into torch runs with ``staged=False``: equal to staged ones, refused before the data, or half loaded."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class LoadOptions:
     """Whether to restore the scheduler; the scheduler of a torch run counts as True."""
     dry_run: bool = False
     staged: bool = True
-    """Whether the new state is read beside the run's; else straight into it."""
+    """Whether the new state is read into host memory beside the run's; False: straight into the tensors of the run."""
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""

@@ -206,9 +206,8 @@ def changing_run(location: str, options: LoadOptions) -> Iterator[None]:
     except Exception as error:
         if options.staged or options.dry_run:
             raise
-        if isinstance(error, CkptError):
-            raise half_loaded(error) from error
-        raise half_loaded(PlanError(location, f"{type(error).__name__}: {error}", "see its log")) from error
+        known = error if isinstance(error, CkptError) else PlanError(location, f"{type(error).__name__}: {error}", "")
+        raise half_loaded(known) from error
 
 
 def half_loaded(error: CkptError) -> CkptError:

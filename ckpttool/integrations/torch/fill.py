@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     @property
     def direct(self) -> bool:
-        """Whether the bytes of the file are the bytes of the tensor."""
+        """Whether the file has the bytes of the tensor in its type and order, so that no buffer is needed."""
         on_cpu = self.tensor.device.type == "cpu" and self.tensor.is_contiguous()
         return on_cpu and self.row is None and self.tensor.dtype == self.dtype
 

@@ -686,7 +686,7 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
     checkpoint = prepared.checkpoint
     with unexpected_is_damage(checkpoint.location):
         direct = not (options.dry_run or divided or (options.staged and checkpoint.storage.remote))
-        new = [_place(one, options) if direct else None for one in prepared.wanted]
+        new = [_destination(one, options) if direct else None for one in prepared.wanted]
         wanted = [one for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is None]
         made = [(one, tensor) for one, tensor in zip(prepared.wanted, new, strict=True) if tensor is not None]
         plan, offsets = pack(checkpoint, (one.placement for one in wanted))
@@ -723,7 +723,7 @@ def _read(prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided:
     return _Read(memory, found, made, nbytes, checks, ends)
 
 
-def _place(one: _Wanted, options: LoadOptions) -> torch.Tensor | None:
+def _destination(one: _Wanted, options: LoadOptions) -> torch.Tensor | None:
     """Return the tensor to read a state straight into; None if its values are to be copied."""
     if options.staged:
         return one.made()

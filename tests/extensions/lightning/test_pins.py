@@ -1,4 +1,4 @@
-"""What ckpttool relies on inside the framework: a release that changes it fails here, with the name of the part."""
+"""The internals of Lightning that ckpttool uses: a test fails, and names the part, if a release changes one."""
 
 from __future__ import annotations
 
