@@ -98,7 +98,7 @@ def test_the_core_is_whole_without_extensions(tmp_path: Path) -> None:
 def test_the_quick_tests_of_the_core_pass(removed: list[str]) -> None:
     """Pages of the documentation describe all extensions: their tests are left out."""
     with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)  # tests of the rights of other users enter it
+        Path(directory).chmod(0o755)  # tests of the rights of other users enter it
         copy = Path(directory, "copy")
         _check_core(removed, copy)
         in_two = ("-n", "2", "--dist", "loadfile")
