@@ -451,7 +451,7 @@ class CheckpointManager:
                 # It is sound but does not fit, or the user must decide: an older one does not help.
                 if not half:
                     raise
-                raise half_loaded(error) from error
+                raise half_loaded(error, path) from error
             except CkptError as error:
                 if not fall_back:
                     raise
@@ -464,7 +464,7 @@ class CheckpointManager:
             return dict(reports[0].client_state)
         if first is not None:
             failed = _none_restorable(self.root, len(found), first, thin=thin)
-            raise half_loaded(failed) if half else failed
+            raise half_loaded(failed, self.root) if half else failed
         return None
 
     def _note_restored(self, path: str, reports: Sequence[LoadReport], options: LoadOptions) -> None:

@@ -206,12 +206,20 @@ def changing_run(location: str, options: LoadOptions) -> Iterator[None]:
     except Exception as error:
         if options.staged or options.dry_run:
             raise
-        known = error if isinstance(error, CkptError) else PlanError(location, f"{type(error).__name__}: {error}", "")
-        raise half_loaded(known) from error
+        raise half_loaded(error, location) from error
 
 
-def half_loaded(error: CkptError) -> CkptError:
-    """Return an error that says that the run is half loaded."""
-    made = type(error)(error.path, error.problem, "the run is half loaded: restore another checkpoint, or start again")
+def half_loaded(error: Exception, location: str) -> CkptError:
+    """Return an error that says that the run is half loaded.
+
+    Args:
+        error: The error that stopped the load.
+        location: The checkpoint, for an error that names no file.
+    """
+    kind: type[CkptError] = PlanError
+    path, problem = location, f"{type(error).__name__}: {error}"
+    if isinstance(error, CkptError):
+        kind, path, problem = type(error), error.path, error.problem
+    made = kind(path, problem, "the run is half loaded: restore another checkpoint, or start again")
     made.half_loaded = True
     return made
