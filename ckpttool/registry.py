@@ -1,6 +1,6 @@
 """The extensions: features beside the core, each in one folder ``ckpttool/extensions/NAME`` with one row here.
 
-The core imports no extension. It finds commands and public names of extensions by these rows, which are plain strings:
+The core imports no extension. It finds their commands, formats and public names by these rows, which are plain strings:
 an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
 """
 
@@ -25,6 +25,43 @@ class Command(NamedTuple):
     """Module to import when the command is called."""
 
 
+class Format(NamedTuple):
+    """A format that is read."""
+
+    reader: str
+    """Module and function that reads a checkpoint of the format. It takes the storage, the location of the checkpoint
+    and a function for findings, and returns None if the files have another format."""
+    kinds: Mapping[str, str]
+    """Values of ``Checkpoint.format`` and their titles, with ``{stage}`` and ``{ranks}`` in them."""
+    tagged: bool = False
+    """Whether a root may contain several checkpoints, each in the directory of its tag."""
+    marker: str = ""
+    """A file (or, with a final slash, a directory) that only this format has; "" if file names identify it."""
+    last: tuple[str, ...] = ()
+    """Files to write last, because readers take them as the sign of a complete checkpoint."""
+    numbered: bool = False
+    """Whether files may number the optimizer's parameters: then the reader takes their order."""
+
+
+class Target(NamedTuple):
+    """A format that ``convert`` writes."""
+
+    name: str
+    """Value of ``to``."""
+    planner: str
+    """Module and function that plans the output: see ``targets.table.plan``."""
+    loader: str
+    """Name of what loads it."""
+    options: tuple[str, ...] = ()
+    """Parameters of ``convert`` that only this target and a few others have."""
+    layouts: tuple[str, ...] = ()
+    """Values of ``layout``."""
+    checker: str = ""
+    """Module and function that checks the options before the source is opened; "" without such a check."""
+    holds_any_shape: bool = False
+    """Whether it holds states of other shapes than their parameters."""
+
+
 class Extension(NamedTuple):
     """The row of an extension. Its names in ``ckpttool`` are in the stub beside ``ckpttool``."""
 
@@ -34,12 +71,36 @@ class Extension(NamedTuple):
     """Its commands."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
+    formats: tuple[Format, ...] = ()
+    """Formats that it reads; they are tried before the formats of the core without a marker."""
+    targets: tuple[Target, ...] = ()
+    """Formats that it writes."""
 
 
 EXTENSIONS = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
+    Extension(
+        "rank_files",
+        formats=(
+            Format(
+                "ckpttool.extensions.rank_files.reader:read_rank_files",
+                {"rank files": "FSDP2 files of single ranks, over {ranks}"},
+                numbered=True,
+            ),
+        ),
+        targets=(
+            Target(
+                "ranks",
+                "ckpttool.extensions.rank_files.conversion:plan",
+                "the ranks of FSDP2",
+                options=("world_size", "buffers", "layout", "mesh", "device", "torch"),
+                layouts=("verl", "accelerate"),
+                checker="ckpttool.extensions.rank_files.conversion:check",
+            ),
+        ),
+    ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
 )  # fmt: skip

@@ -24,7 +24,7 @@ IMPORTED = (
     )),
     *(f"ckpttool.integrations.live.{n}" for n in ("host_memory", "load", "manager")),
     "ckpttool.integrations.torch.run",
-    *(f"ckpttool.formats.{n}" for n in ("rank_files", "state_dict", "zero.reader", "zero.stage0", "zero.stage12")),
+    *(f"ckpttool.formats.{n}" for n in ("state_dict", "zero.reader", "zero.stage0", "zero.stage12")),
     "ckpttool.integrations.torch.live", "ckpttool.storage.local_writer",
     "deepspeed.comm.mori", "deepspeed.utils.pin_memory", "deepspeed.runtime.superoffload.superoffload_stage3",
     "ml_dtypes", "recipes.moe", "recipes.parallel", "recipes.plain", "recipes.tensor_parallel", "s3fs",

@@ -9,6 +9,7 @@ from ckpttool.blocks import Facts, Line, Table
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION
 from ckpttool.containers.values import TensorRef
 from ckpttool.dtypes import SHORT_NAMES, itemsize
+from ckpttool.formats import FORMATS
 from ckpttool.model import UNKNOWN_GROUP
 from ckpttool.units import format_size
 
@@ -43,16 +44,10 @@ def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
 def title(c: Checkpoint) -> list[str]:
     """Return format, topology and step of the checkpoint, in a few words."""
     over = _layout_of_ranks(c)
-    kinds = {
-        "zero": f"ZeRO-{c.stage} over {over}" if c.stage else f"DeepSpeed without ZeRO (stage 0) over {over}",
-        "universal": "universal checkpoint",
-        "thin": f"thin (weights without optimizer states, of a run on {over})",
-        "safetensors": "safetensors",
-        "torch": "state dict of torch.save",
-        "dcp": "torch.distributed.checkpoint",
-        "rank files": f"FSDP2 files of single ranks, over {over}",
-    }
-    title = [kinds[c.format], SHORT_NAMES.get(c.dtype, c.dtype.lower())]
+    kind = next(known.kinds[c.format] for known in FORMATS if c.format in known.kinds)
+    if c.format == "zero" and not c.stage:
+        kind = "DeepSpeed without ZeRO (stage 0) over {ranks}"
+    title = [kind.format(stage=c.stage, ranks=over), SHORT_NAMES.get(c.dtype, c.dtype.lower())]
     if c.step is not None:
         title.append(f"step {c.step}" + (f" ({c.skipped_steps} skipped)" if c.skipped_steps else ""))
     return title

@@ -3,116 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
-import posixpath
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_at_least, check_choice, checked_path
+from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
-from ckpttool.dtypes import TRAINING_DTYPES, short_name
+from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Opening, Source, open_checkpoint
-from ckpttool.formats.dcp import METADATA
-from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
-from ckpttool.model.state_digest import STEP
-from ckpttool.plan.builder import sample_checks
-from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
+from ckpttool.targets.table import TARGETS, check, plan
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
-    from ckpttool.plan import CopyPlan
     from ckpttool.units import Progress
-
-
-FORMATS_OF = {
-    "world_size": ("zero", "ranks"),
-    "stage": ("zero",),
-    "sub_group_size": ("zero",),
-    "round_robin": ("zero",),
-    "expert_parallel": ("zero",),
-    "dtype": ("zero",),
-    "buffers": ("zero", "ranks"),
-    "layout": ("dcp", "ranks"),
-    "mesh": ("ranks",),
-    "device": ("ranks",),
-    "torch": ("ranks",),
-}
-"""Arguments for some formats only."""
-DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xpu")
-"""Types of devices of torch."""
-LAYOUTS_OF = {
-    "dcp": ("nested", "flat", "app", "accelerate", "torchtitan", "lightning"),
-    "ranks": ("verl", "accelerate"),
-}
-"""Layouts of each format that has several."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The output of ``convert``."""
-
-    to: str
-    world_size: int | None
-    stage: int | None
-    sub_group_size: int | None
-    round_robin: bool | None
-    expert_parallel: int | None
-    dtype: str | None
-    buffers: tuple[str, ...] | None = None
-    layout: str | None = None
-    mesh: Mapping[str, int] | Sequence[int] | None = None
-    device: str | None = None
-    torch: str | None = None
-
-    def check(self) -> None:
-        """Refuse values that no checkpoint allows.
-
-        Raises:
-            ArgumentError: There is one.
-        """
-        check_choice("to", self.to, ("zero", "universal", "dcp", "ranks"))
-        for name, formats in FORMATS_OF.items():
-            if self.to not in formats and getattr(self, name) is not None:
-                problem = f"is for {' and '.join(formats)}, not for {self.to}"
-                raise ArgumentError(name, problem, f'leave out {name}, or write to="{formats[0]}"', (name, "to"))
-        if self.layout is not None:
-            check_choice("layout", self.layout, LAYOUTS_OF[self.to])
-        elif self.to == "ranks":
-            raise ArgumentError("layout", "is missing", "set it to verl or accelerate")
-        if self.torch is not None:
-            check_choice("torch", self.torch, ("2.6", "2.13"))
-        if self.device is not None:
-            check_choice("device", self.device, DEVICES)
-        for size in self.mesh.values() if isinstance(self.mesh, Mapping) else self.mesh or ():
-            check_at_least("mesh", size, 1)
-        for name in ("world_size", "sub_group_size", "expert_parallel"):
-            check_at_least(name, getattr(self, name), 1)
-        if self.dtype is not None:
-            check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
-        if self.stage not in {None, 1, 2, 3}:
-            raise ArgumentError("stage", f"is {self.stage!r}, not 1, 2 or 3", "choose one of them, or None")
-        if self.to == "zero" and self.world_size is None:
-            problem = "is missing: files for ZeRO depend on the number of ranks"
-            raise ArgumentError("world_size", problem, "set world_size to the ranks that will load it", ("world_size",))
-
-
-WHO_LOADS = {
-    "zero": "load_checkpoint",
-    "universal": "load_universal",
-    "dcp": "torch.distributed.checkpoint",
-    "ranks": "the ranks of FSDP2",
-}
-"""Name of each target's loader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +43,7 @@ class ConvertReport(Shown):
     def blocks(self) -> Iterator[Block]:
         """Yield the written files, or those planned by a dry run."""
         written = self.written
-        yield written.line(f"{self.tag} for {WHO_LOADS[self.to]}, {len(written.files)} files")
+        yield written.line(f"{self.tag} for {TARGETS[self.to].loader}, {len(written.files)} files")
         yield from written.remarks(self.notes)
 
 
@@ -231,39 +143,33 @@ def convert(  # noqa: PLR0913  public API
         trust_names=trust_names,
         opening=opening,
     )
-    target = _Target(
-        to,
-        world_size,
-        stage,
-        sub_group_size,
-        round_robin,
-        expert_parallel,
-        short_name(dtype),
-        None if buffers is None else tuple(buffers),
-        layout,
-        mesh,
-        device,
-        torch,
-    )
-    return _convert(src, checked_path("out", out), target, options)
+    asked: dict[str, Any] = {
+        "world_size": world_size,
+        "stage": stage,
+        "sub_group_size": sub_group_size,
+        "round_robin": round_robin,
+    }
+    asked |= {"expert_parallel": expert_parallel, "dtype": short_name(dtype), "layout": layout}
+    asked |= {"buffers": None if buffers is None else tuple(buffers), "mesh": mesh, "device": device, "torch": torch}
+    return _convert(src, checked_path("out", out), to, asked, options)
 
 
-def _convert(src: Source, out: str, target: _Target, options: Options) -> ConvertReport:
-    target.check()
+def _convert(src: Source, out: str, to: str, asked: Mapping[str, Any], options: Options) -> ConvertReport:
+    check(to, asked)
     run = Run(out, options)
     (checkpoint,) = run.open([src])
     if checkpoint.left_out and not options.allow_partial:
         hint = "to write the weights without the optimizer, pass allow_partial=True"
         raise LayoutError(checkpoint.location, checkpoint.left_out, hint, ("allow_partial",))
-    if target.to != "dcp" and checkpoint.of_other_shape:
+    if checkpoint.of_other_shape and not TARGETS[to].holds_any_shape:
         problem = f"has optimizer states of other shapes than their parameters: {checkpoint.of_other_shape}"
         raise LayoutError(
             checkpoint.location, problem, "of all formats dcp alone holds them; consolidate writes the weights alone"
         )
     tag = checkpoint.tag if checkpoint.latest is not None else f"global_step{checkpoint.step or 0}"
-    if target.buffers is not None:
-        checkpoint = _with_buffers(checkpoint, target.buffers)
-    plan, last, losses = _plan(checkpoint, target, tag)
+    if asked["buffers"] is not None:
+        checkpoint = _with_buffers(checkpoint, asked["buffers"])
+    planned = plan(to, checkpoint, asked, tag)
 
     def verify(directory: str) -> str:
         from ckpttool.analysis.digest import same_digest
@@ -271,9 +177,9 @@ def _convert(src: Source, out: str, target: _Target, options: Options) -> Conver
         output = open_checkpoint(directory, opening=options.opening, unfinished=True)
         return same_digest(checkpoint, output, directory, options.jobs)
 
-    written = run.write(plan, checkpoint, last=last, verify=verify if options.prove else None)
-    notes = (*map(str, checkpoint.notes), *checkpoint.remarks, *losses)
-    return ConvertReport(written=written, to=target.to, tag=tag, notes=notes)
+    written = run.write(planned.plan, checkpoint, last=planned.last, verify=verify if options.prove else None)
+    notes = (*map(str, checkpoint.notes), *checkpoint.remarks, *planned.losses)
+    return ConvertReport(written=written, to=to, tag=tag, notes=notes)
 
 
 def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint:
@@ -296,85 +202,3 @@ def _with_buffers(checkpoint: Checkpoint, patterns: Sequence[str]) -> Checkpoint
         buffers=(*checkpoint.buffers, *(Buffer(p.name, p.module_state) for p in found)),
         tells_buffers=True,
     )
-
-
-def _plan(checkpoint: Checkpoint, target: _Target, tag: str) -> tuple[CopyPlan, tuple[str, ...], list[str]]:
-    """The plan, the names of the files that are committed last, and the state that the output does not keep."""
-    if target.to == "zero":
-        from ckpttool.storage import LATEST
-        from ckpttool.targets.zero.layout import shape_for, zero_losses
-        from ckpttool.targets.zero.writer import plan_zero
-
-        shape = shape_for(
-            checkpoint,
-            ranks=target.world_size,
-            stage=target.stage,
-            sub_group_size=target.sub_group_size,
-            round_robin=target.round_robin,
-            expert_parallel=target.expert_parallel,
-            dtype=None if target.dtype is None else TRAINING_DTYPES[target.dtype],
-        )
-        plan, last = plan_zero(checkpoint, shape, tag=tag), LATEST
-        losses = list(zero_losses(checkpoint, shape))
-    elif target.to == "universal":
-        from ckpttool.targets.universal import plan_universal, universal_losses
-
-        plan, last = plan_universal(checkpoint, tag=tag, consistency=sample_checks(checkpoint)), "latest_universal"
-        losses = list(universal_losses(checkpoint))
-    else:
-        losses = [f"{name}: belongs to no parameter, and is left out" for name in checkpoint.nonpartitionable]
-        if own := rank_state_sidecars(checkpoint, tag):
-            losses.append(f"not copied: the rank states of {len(own)} ranks (rank_state of a save)")
-        from ckpttool.targets.dcp import LAYOUTS, client_state_of
-
-        plan = _plan_for_torch(checkpoint, target, losses)
-        lost = ["the scheduler"] if checkpoint.scheduler and target.layout != "verl" else []
-        lost += ["the loss scale"] if checkpoint.loss_scaler is not None and checkpoint.dtype == "F16" else []
-        counted = any(
-            STEP in own
-            for own in (*(g.scalars for g in checkpoint.groups), *(p.numbers for p in checkpoint.parameters))
-        )
-        lost += [f"the step ({checkpoint.step})"] if checkpoint.step and not counted else []
-        stated = any(p.optimizer_states or checkpoint.numbers(p) for p in checkpoint.parameters)
-        frozen = [
-            p.name for p in checkpoint.parameters if p.frozen and any(p.name in g.listed for g in checkpoint.groups)
-        ]
-        lost += [f"which parameters are frozen ({', '.join(frozen[:5])})"] if frozen and not stated else []
-        lost += ["the counts of samples and skipped steps"] if checkpoint.native else []
-        names = LAYOUTS[target.layout or "nested"] if target.to == "dcp" else None
-        written: Mapping[str, Any] = {} if names is None else client_state_of(checkpoint.client_state, names)
-        if names is not None and names.state:
-            written = checkpoint.client_state
-        if left := [str(name) for name in checkpoint.client_state if name not in written]:
-            lost.append(f"the client state ({', '.join(left[:5])}{', ...' * (len(left) > 5)})")
-        losses += [f"not written: {', '.join(lost)}"] if lost else []
-        if target.layout == "verl":
-            found = find_sidecars(checkpoint)
-            plan = with_sidecars(plan, [replace(s, name=posixpath.join(HUGGINGFACE, s.name)) for s in found], None)
-        elif target.layout == "accelerate":
-            companions, left_behind = sidecars_for(checkpoint, target.world_size)
-            plan = with_sidecars(plan, companions, None)
-            losses += left_behind
-        metadata = tuple(f.name for f in plan.files if posixpath.basename(f.name) == METADATA)
-        return plan, metadata or (plan.files[-1].name,), losses
-    companions, left_behind = sidecars_for(checkpoint, target.world_size)
-    companions += rank_state_sidecars(checkpoint, tag)
-    return with_sidecars(plan, companions, None), (last,), [*losses, *left_behind]
-
-
-def _plan_for_torch(checkpoint: Checkpoint, target: _Target, notes: list[str]) -> CopyPlan:
-    """Plan a checkpoint for FSDP2; add to the notes which runs load it."""
-    if target.to == "dcp":
-        from ckpttool.targets.dcp import plan_dcp
-
-        return plan_dcp(checkpoint, layout=target.layout or "nested", consistency=sample_checks(checkpoint))
-    from ckpttool.targets.rank_files import mesh_for, plan_rank_files
-
-    layout = target.layout or ""
-    mesh = mesh_for(
-        checkpoint, layout, world_size=target.world_size, mesh=target.mesh, device=target.device, torch=target.torch
-    )
-    releases = "2.13 and later" if mesh.torch == "2.13" else "2.6 to 2.9"
-    names = "" if mesh.names else ", whose dimensions have no names"
-    notes.append(f"these files load on a mesh of {mesh}{names}, on {mesh.device}, in torch {releases}")
-    return plan_rank_files(checkpoint, layout, mesh, consistency=sample_checks(checkpoint))

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ckpttool.cli import _options as options
+from ckpttool.targets.table import LAYOUTS, TARGETS
 
 
 @click.command(cls=options.Command, short_help="Merge the shards into whole weights.")
@@ -84,7 +85,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 @options.out_argument
 @click.option(
     "--to",
-    type=click.Choice(["zero", "universal", "dcp", "ranks"]),
+    type=click.Choice([*TARGETS]),
     required=True,
     help="Output format: of DeepSpeed, of torch.distributed.checkpoint, or a file for each rank of FSDP2.",
 )
@@ -123,7 +124,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 )
 @click.option(
     "--layout",
-    type=click.Choice(["nested", "flat", "app", "accelerate", "torchtitan", "lightning", "verl"]),
+    type=click.Choice(LAYOUTS),
     help="Loader's layout: nested (default), flat, app, accelerate, torchtitan for dcp; verl, accelerate for ranks.",
 )
 @click.option(

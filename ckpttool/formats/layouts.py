@@ -26,6 +26,7 @@ from ckpttool.formats.scan import (
     pattern_of,
     scan,
 )
+from ckpttool.formats.table import formats_with_tags
 from ckpttool.formats.zero.files import RUN_STATE, is_of_tag
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL, MANIFEST, is_link, parent, whole_path
 
@@ -38,9 +39,7 @@ MAX_TAG = 1024
 """Most characters of a tag: S3 has no longer names; a longer text is not a valid ``latest``."""
 FILE, TAG, ROOT, ENGINES, RUN, MARKED, OTHER = "file", "tag", "root", "engines", "run", "marked", "other"
 """Values of ``Place.kind``."""
-DCP, DCP_PAIR = ".metadata", "pytorch_model_fsdp_0/"
-"""Marker of torch.distributed.checkpoint, and of Accelerate's two of them."""
-MARKERS = (DCP, DCP_PAIR)
+MARKERS = tuple(known.marker for known in formats_with_tags(tagged=False) if known.marker)
 """Markers of the formats whose checkpoints have no tags; a directory's ends with a slash."""
 _PART = re.compile(
     r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|__\d+_\d+\.distcp|\.metadata|latest(_universal)?|ckpttool\.json"

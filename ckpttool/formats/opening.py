@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from ckpttool.formats.scan import natural_order
 from ckpttool.formats.series import cut_off, has_optimizer, other_models
 from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
-from ckpttool.formats.table import formats_with_tags
+from ckpttool.formats.table import FORMATS, formats_with_tags
 from ckpttool.messages import name_some
 from ckpttool.storage import (
     WAIT,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from ckpttool.commit.checksummed import ChecksummedStorage
     from ckpttool.formats.fields import Report
     from ckpttool.model import Checkpoint
+    from ckpttool.registry import Format
     from ckpttool.storage import Storage
 
 
@@ -160,21 +162,20 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] 
         PlanError: The files number other parameters than the optimizer has.
         CkptError: A file cannot be read.
     """
-    from ckpttool.formats.rank_files import read_rank_files
     from ckpttool.formats.state_files import read_state_files
     from ckpttool.formats.weights import UNREAD
-    from ckpttool.formats.zero.reader import read_zero
     from ckpttool.formats.zero.stage0 import SEVERAL_ORDERS
     from ckpttool.model.names import ORDER
 
-    of_ranks = checkpoint.format == "rank files"
+    numbered = next((known for known in FORMATS if known.numbered and checkpoint.format in known.kinds), None)
     whole = any(remark.endswith(UNREAD) for remark in checkpoint.remarks)
-    if not (of_ranks and checkpoint.left_out) and not ({ORDER, SEVERAL_ORDERS} & {*checkpoint.remarks} or whole):
+    unordered = checkpoint.left_out or {ORDER, SEVERAL_ORDERS} & {*checkpoint.remarks}
+    if not (numbered and unordered) and not whole:
         return checkpoint
     where = (checkpoint.root, checkpoint.location, checkpoint.tag)
     location = Location(*where, trust_names=True, order=tuple(order), sizes=tuple(sizes))  # opened before
-    read = read_rank_files if of_ranks else read_state_files if whole else read_zero
-    found = read(connect(checkpoint.storage), location, raise_at_once) or checkpoint
+    again = read_state_files if numbered is None else partial(_read, numbered)
+    found = again(connect(checkpoint.storage), location, raise_at_once) or checkpoint
     if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks) or (whole and found is checkpoint):
         problem = (
             f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"
@@ -473,10 +474,10 @@ def _of_commit(storage: Storage, path: str) -> str:
 
 def _read_tagged(storage: Storage, location: Location, report: Report) -> Checkpoint:
     candidates = formats_with_tags(tagged=True)
-    marked = (f for f in candidates if f.matches(storage, location.directory))
+    marked = (f for f in candidates if _matches(f, storage, location.directory))
     unmarked = (f for f in candidates if not f.marker)
     # A marker of a format may precede its commit: such a checkpoint is not read yet.
-    found = next((found for f in (*marked, *unmarked) if (found := f.read(storage, location, report))), None)
+    found = next((found for f in (*marked, *unmarked) if (found := _read(f, storage, location, report))), None)
     if found is None:
         raise NoCheckpointError(location.directory, "holds no checkpoint of a known format", "check the path")
     return found if found.thin else with_rank_states(found, storage, location)
@@ -486,9 +487,9 @@ def _read_marked(storage: Storage, src: str) -> Checkpoint | None:
     """Read a checkpoint without tags from a directory with the marker of a format."""
     location = Location(src, src, posixpath.basename(src))
     for known in formats_with_tags(tagged=False):
-        if known.matches(storage, src):
+        if _matches(known, storage, src):
             checked = _with_manifest(storage, src)
-            found = known.read(checked or storage, location, raise_at_once)
+            found = _read(known, checked or storage, location, raise_at_once)
             return found if found is None or checked is None else _as_saved(found, checked, raise_at_once)
     return None
 
@@ -499,4 +500,21 @@ def _read_unmarked(storage: Storage, src: str) -> Checkpoint | None:
     if storage.is_dir(src) and has_manifest(storage, src):  # a file that identifies the commit may be lost
         _with_manifest(storage, src)
     unmarked = (f for f in formats_with_tags(tagged=False) if not f.marker)
-    return next((found for f in unmarked if (found := f.read(storage, location, raise_at_once))), None)
+    return next((found for f in unmarked if (found := _read(f, storage, location, raise_at_once))), None)
+
+
+def _matches(known: Format, storage: Storage, directory: str) -> bool:
+    """Return whether a directory has the marker of a format."""
+    path = posixpath.join(directory, known.marker.rstrip("/"))
+    return bool(known.marker) and (storage.is_dir(path) if known.marker.endswith("/") else storage.exists(path))
+
+
+def _read(known: Format, storage: Storage, location: Location, report: Report) -> Checkpoint | None:
+    """Read the layout of a checkpoint; None if the directory has another format.
+
+    Raises:
+        CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
+    """
+    module, _, function = known.reader.partition(":")
+    found: Checkpoint | None = getattr(importlib.import_module(module), function)(storage, location, report)
+    return found

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.errors import CkptError, LayoutError
-from ckpttool.formats.rank_files import _assignment_by_shape
+from ckpttool.extensions.rank_files.reader import _assignment_by_shape
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.forked import each_on_ranks
