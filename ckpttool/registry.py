@@ -1,15 +1,18 @@
 """The extensions: features beside the core, each in one folder ``ckpttool/extensions/NAME`` with one row here.
 
-The core imports no extension. It finds their commands, formats and public names by these rows, which are plain strings:
-an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
+The core imports no extension. It finds their commands, options, formats and public names by these rows, which are plain
+values: an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class Command(NamedTuple):
@@ -62,6 +65,36 @@ class Target(NamedTuple):
     """Whether it holds states of other shapes than their parameters."""
 
 
+class Option(NamedTuple):
+    """An option that an extension adds to functions, and to the commands of their names.
+
+    Type checkers find it in the ``TypedDict`` of the function in the stub beside ``ckpttool``.
+    """
+
+    name: str
+    """The parameter; the option of the command is spelled with hyphens."""
+    functions: tuple[str, ...]
+    """Qualified names of the functions that have it."""
+    module: str
+    """Module to import when it is given: its function of the same name is called with all options of the module."""
+    before: str
+    """The parameter of the core before which signature and docstring list it."""
+    annotation: str
+    """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
+    default: Any
+    """Value that means that it is not given."""
+    text: str
+    """Text of the docstring."""
+    after: str = ""
+    """The option after which the help of a command lists it."""
+    section: str = "Options"
+    """Section of that help."""
+    help: str = ""
+    """Text of that help."""
+    metavar: str | None = None
+    """Its value in that help."""
+
+
 class Extension(NamedTuple):
     """The row of an extension. Its names in ``ckpttool`` are in the stub beside ``ckpttool``."""
 
@@ -69,6 +102,8 @@ class Extension(NamedTuple):
     """Name of its folder."""
     commands: tuple[Command, ...] = ()
     """Its commands."""
+    options: tuple[Option, ...] = ()
+    """Its options of functions and commands of the core, in the order in which they are listed."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
     formats: tuple[Format, ...] = ()
@@ -122,3 +157,52 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
             found[section][name] = module
             found[section] |= {c.name: c.module for c in commands if (c.section, c.after) == (section, name)}
     return found
+
+
+def options_of(function: str) -> list[Option]:
+    """Return the options that extensions add to a function, or to the command of its name."""
+    return [option for extension in EXTENSIONS for option in extension.options if function in option.functions]
+
+
+def with_options(function: F) -> F:
+    """Add the options of extensions to the signature and the docstring of a function that takes them as ``**given``."""
+    import inspect
+    import re
+    import textwrap
+
+    signature, text = inspect.signature(function), function.__doc__ or ""
+    *parameters, _ = signature.parameters.values()
+    for option in options_of(function.__qualname__):
+        name, default, annotation = option.name, option.default, option.annotation
+        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        parameters.insert([one.name for one in parameters].index(option.before), added)
+        listed = re.search(rf"(?m)^( +){option.before}: ", text)
+        if listed is not None:  # Python may run without docstrings
+            wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
+            text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ |= {one.name: one.annotation for one in parameters}
+    del function.__annotations__["given"]
+    function.__doc__ = text
+    return function
+
+
+def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
+    """Call the modules of the given options of a function; return the result of each module.
+
+    Args:
+        function: Its qualified name.
+        given: The options that it took as ``**given``.
+
+    Raises:
+        TypeError: No extension that is present has an option of that name.
+    """
+    options = {option.name: option for option in options_of(function)}
+    modules: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        if name not in options:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value != options[name].default:
+            modules.setdefault(options[name].module, {})[name] = value
+    called = function.rpartition(".")[2]
+    return [getattr(importlib.import_module(module), called)(**values) for module, values in modules.items()]
