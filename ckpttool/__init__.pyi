@@ -1,4 +1,6 @@
-"""The public names; ``__init__.py`` reads them from this file."""
+"""The public names; ``__init__.py`` reads them from this file. The classes are for type checkers alone."""
+
+import typing
 
 from ckpttool._version import __version__ as __version__
 from ckpttool.analysis.diff import Difference as Difference
@@ -80,3 +82,15 @@ from ckpttool.storage.base import Storage as Storage
 from ckpttool.storage.base import StorageSpec as StorageSpec
 from ckpttool.storage.base import WritableStorage as WritableStorage
 from ckpttool.units import Progress as Progress
+
+class _CheckpointManagerOptions(typing.TypedDict, total=False):
+    """Options of ``CheckpointManager`` that extensions add."""
+
+    thin: str | None
+    thin_every: int | None
+
+class _PruneOptions(typing.TypedDict, total=False):
+    """Options of ``prune`` that extensions add."""
+
+    thin: str | None
+    thin_every: int | None

@@ -93,6 +93,19 @@ class Option(NamedTuple):
     """Text of that help."""
     metavar: str | None = None
     """Its value in that help."""
+    choices: tuple[str, ...] = ()
+    """All values that a command accepts; () for any."""
+
+
+class Retention(NamedTuple):
+    """An action on checkpoints that no retention rule keeps, instead of their removal."""
+
+    rules: tuple[str, ...]
+    """Its options of ``prune`` and ``CheckpointManager``; their code makes a ``catalog.actions.Action``."""
+    marker: str
+    """The file that claims a directory while the action changes it."""
+    recover: str
+    """Module and function that finishes or undoes the work of a killed process, by that file."""
 
 
 class Extension(NamedTuple):
@@ -110,6 +123,8 @@ class Extension(NamedTuple):
     """Formats that it reads; they are tried before the formats of the core without a marker."""
     targets: tuple[Target, ...] = ()
     """Formats that it writes."""
+    retention: Retention | None = None
+    """Its action on old checkpoints."""
 
 
 EXTENSIONS = (
@@ -138,6 +153,59 @@ EXTENSIONS = (
     ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
+    Extension(
+        "thinning",
+        options=(
+            Option(
+                "thin",
+                ("prune",),
+                "ckpttool.extensions.thinning.action:Thin",
+                before="torn",
+                annotation="str | None",
+                default=None,
+                text='Thin those that no rule keeps, with weights of this type: "bf16" or "fp32".',
+                after="keep_for",
+                help="Instead of deleting a checkpoint, keep its weights in this dtype and delete its optimizer "
+                "states.",
+                choices=("bf16", "fp32"),
+            ),
+            Option(
+                "thin_every",
+                ("prune",),
+                "ckpttool.extensions.thinning.action:Thin",
+                before="torn",
+                annotation="int | None",
+                default=None,
+                text="Thin only those whose step is a multiple of this, and remove the others, thin ones included.",
+                after="thin",
+                help="Thin only those whose step is a multiple of K, and delete the others.  [default dtype: bf16]",
+                metavar="K",
+            ),
+            Option(
+                "thin",
+                ("CheckpointManager",),
+                "ckpttool.extensions.thinning.action:Thin",
+                before="layout",
+                annotation="str | None",
+                default=None,
+                text='Instead of deleting a checkpoint that no rule keeps, keep its weights in this type: "bf16" or '
+                '"fp32". The first rank writes them after a save, with ``async_save`` in the background.',
+            ),
+            Option(
+                "thin_every",
+                ("CheckpointManager",),
+                "ckpttool.extensions.thinning.action:Thin",
+                before="layout",
+                annotation="int | None",
+                default=None,
+                text="Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says "
+                "otherwise, and remove the others, thin ones included.",
+            ),
+        ),
+        retention=Retention(
+            ("thin", "thin_every"), ".ckpttool-thinning", "ckpttool.extensions.thinning.replacement:recover"
+        ),
+    ),
 )  # fmt: skip
 """One row for each extension."""
 _FOLDER = f"{__package__}.extensions"
@@ -159,20 +227,36 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
     return found
 
 
+def imported(code: str) -> Any:
+    """Import a function or class by its module, a colon and its name."""
+    module, _, name = code.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def actions() -> list[Retention]:
+    """Return the actions on checkpoints that no retention rule keeps."""
+    return [extension.retention for extension in EXTENSIONS if extension.retention is not None]
+
+
 def options_of(function: str) -> list[Option]:
     """Return the options that extensions add to a function, or to the command of its name."""
     return [option for extension in EXTENSIONS for option in extension.options if function in option.functions]
 
 
-def with_options(function: F) -> F:
-    """Add the options of extensions to the signature and the docstring of a function that takes them as ``**given``."""
+def with_options(described: F) -> F:
+    """Add the options of extensions to the signature and the docstring of what takes them as ``**given``.
+
+    Args:
+        described: A function, or a class.
+    """
     import inspect
     import re
     import textwrap
 
-    signature, text = inspect.signature(function), function.__doc__ or ""
+    function: Any = vars(described)["__init__"] if isinstance(described, type) else described
+    signature, text = inspect.signature(function), described.__doc__ or ""
     *parameters, _ = signature.parameters.values()
-    for option in options_of(function.__qualname__):
+    for option in options_of(described.__qualname__):
         name, default, annotation = option.name, option.default, option.annotation
         added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         parameters.insert([one.name for one in parameters].index(option.before), added)
@@ -180,11 +264,11 @@ def with_options(function: F) -> F:
         if listed is not None:  # Python may run without docstrings
             wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
             text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__signature__ = signature.replace(parameters=parameters)
     function.__annotations__ |= {one.name: one.annotation for one in parameters}
     del function.__annotations__["given"]
-    function.__doc__ = text
-    return function
+    described.__doc__ = text
+    return described
 
 
 def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.arguments import checked_path
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, PruneError, StorageError
 from ckpttool.formats import Opening
+from ckpttool.registry import carry_out, with_options
 from ckpttool.storage import MANIFEST, THINNING
 from ckpttool.storage.base import MISSING
 
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _PruneOptions
+    from ckpttool.catalog.actions import Work
     from ckpttool.catalog.listing import Catalog
-    from ckpttool.catalog.retention import Decision, Decisions, Rules
-    from ckpttool.catalog.thinning import Thinning, ThinOptions
+    from ckpttool.catalog.retention import Decision, Decisions
     from ckpttool.commit.marks import Pin
     from ckpttool.commit.signing import Key
     from ckpttool.formats import Source
@@ -161,6 +165,7 @@ BY_ANOTHER = "thinned by another process"
 """Reason of a checkpoint that another process has thinned since the decision."""
 
 
+@with_options
 def prune(  # noqa: PLR0913  public API
     root: str | os.PathLike[str],
     *,
@@ -168,8 +173,6 @@ def prune(  # noqa: PLR0913  public API
     keep_every: int | None = None,
     keep_best: str | None = None,
     keep_for: float | str | None = None,
-    thin: str | None = None,
-    thin_every: int | None = None,
     torn: bool = False,
     grace: float | str = "1h",
     sign_key: Key | None = None,
@@ -179,6 +182,7 @@ def prune(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    **given: Unpack[_PruneOptions],
 ) -> Decisions:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
@@ -194,8 +198,6 @@ def prune(  # noqa: PLR0913  public API
         keep_best: Keep the one with the smallest value of this number in its client state ("loss", "eval.loss"); with
             the suffix ":max", the largest.
         keep_for: Keep those younger than this: seconds, or a text like "7d".
-        thin: Thin those that no rule keeps, with weights of this type: "bf16" or "fp32".
-        thin_every: Thin only those whose step is a multiple of this, and remove the others, thin ones included.
         torn: Remove incomplete and uncommitted checkpoints too, unless a save may still write them.
         grace: With ``torn``, the least age of their newest file: seconds, or a text like "1h".
         sign_key: Key of signed checkpoints; without it they are not thinned. Bytes are the key itself; a path names the
@@ -224,7 +226,8 @@ def prune(  # noqa: PLR0913  public API
     from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 
-    rules = Rules(keep_last, keep_every, keep_best, keep_for, thin, thin_every, torn, grace)
+    (action,) = carry_out("prune", given) or (None,)
+    rules = Rules(keep_last, keep_every, keep_best, keep_for, action, torn, grace)
     options = Options(jobs=jobs, memory=memory, progress=progress, opening=opening)
     key = read_key(sign_key)
     found = catalog(checked_path("root", root), opening=opening)
@@ -240,11 +243,11 @@ def prune(  # noqa: PLR0913  public API
         hint = "repair or remove that file first: without it, prune could remove the wrong checkpoint"
         raise LayoutError(found.root, found.problems[0], hint)
     decisions = [_for_nested(storage, decision) for decision in decide(found.entries, rules, root=found.root)]
-    thinnings: list[Thinning] = []
+    works: list[Work] = []
     errors: list[PruneError] = []
-    if rules.weights is not None:
-        thin_options = _thin_options(rules, options, key)
-        decisions, thinnings, errors = _planned(decisions, thin_options, opening, dry_run=dry_run)
+    if action is not None:
+        given_ = {"jobs": options.jobs, "memory": options.memory_bytes, "key": key, "grace": rules.grace_seconds}
+        decisions, works, errors = _planned(decisions, partial(action.plan, **given_), opening, dry_run=dry_run)
     decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:
         return _unless(errors, Decisions(decisions, dry_run=True))
@@ -252,7 +255,7 @@ def prune(  # noqa: PLR0913  public API
         if decision.keep and decision.entry.thin and (error := unfinished.get(decision.entry.path)) is not None:
             errors.append(_old_files_stay(error))
             decisions[number] = replace(decision, reason=errors[-1].problem)
-    return _carry_out(storage, found.root, decisions, thinnings, _thin_options(rules, options, key), progress, errors)
+    return _carry_out(storage, found.root, decisions, works, progress, errors)
 
 
 def _for_nested(storage: Storage, decision: Decision) -> Decision:
@@ -288,38 +291,29 @@ def _name_whole(storage: WritableStorage, root: str, decisions: Sequence[Decisio
     return [replace(d, reason=f"{d.reason}; {told}") if d is named else d for d in decisions]
 
 
-def _thin_options(rules: Rules, options: Any, key: bytes | None) -> ThinOptions:
-    from ckpttool.catalog.thinning import ThinOptions
-
-    return ThinOptions(
-        dtype=rules.weights or "", jobs=options.jobs, memory=options.memory_bytes, key=key, grace=rules.grace_seconds
-    )
-
-
 def _planned(
-    decisions: Sequence[Decision], options: ThinOptions, opening: Opening, *, dry_run: bool
-) -> tuple[list[Decision], list[Thinning], list[PruneError]]:
+    decisions: Sequence[Decision], plan: Callable[[Storage, str], Work], opening: Opening, *, dry_run: bool
+) -> tuple[list[Decision], list[Work], list[PruneError]]:
     """Plan the thin checkpoints; return also an error for each that cannot be thinned, and is kept whole."""
-    from ckpttool.catalog.thinning import plan_thinning
     from ckpttool.formats import source_storage
 
-    result, thinnings, errors = [], [], []
+    result, works, errors = [], [], []
     for decision in decisions:
         path = decision.entry.path
         if decision.thin is not None:
             storage = source_storage([path], opening)
             try:
-                thinnings.append(thinning := plan_thinning(storage, path, options))
+                works.append(work := plan(storage, path))
                 if dry_run:
-                    thinning.check_names(storage)
-                decision = replace(decision, freed=thinning.freed)
+                    work.check_names(storage)
+                decision = replace(decision, freed=work.freed)
             except CkptError as error:
                 thin, _ = _is_thin(storage, path)
                 failed = PruneError(path, f"cannot be thinned: {error.problem}", error.hint, error.options)
                 errors += [] if thin else [failed]
                 decision = replace(decision, thin=None, reason=BY_ANOTHER if thin else failed.problem)
         result.append(decision)
-    return result, thinnings, errors
+    return result, works, errors
 
 
 def _unless(errors: Sequence[PruneError], done: Decisions) -> Decisions:
@@ -352,8 +346,7 @@ def _carry_out(
     storage: WritableStorage,
     root: str,
     decisions: Sequence[Decision],
-    thinnings: Sequence[Thinning],
-    options: ThinOptions,
+    works: Sequence[Work],
     progress: Progress | None,
     errors: list[PruneError],
 ) -> Decisions:
@@ -363,18 +356,17 @@ def _carry_out(
         PruneError: One cannot be removed or thinned; the others were.
     """
     from ckpttool.catalog.retention import Decisions
-    from ckpttool.catalog.thinning import thin
     from ckpttool.units import Meter
 
-    meter = Meter(sum(thinning.plan.nbytes for thinning in thinnings), progress)
-    planned = iter(thinnings)
+    meter = Meter(sum(work.nbytes for work in works), progress)
+    planned = iter(works)
     done = Decisions(decisions)
     work: Callable[[], object]
     first = [n for n, decision in enumerate(decisions) if not decision.keep]  # they free the space that thin files take
     for number in [*first, *(n for n, decision in enumerate(decisions) if decision.thin is not None)]:
         decision = decisions[number]
         if decision.keep:
-            work = partial(thin, storage, next(planned), options, advance=meter)
+            work = partial(next(planned).carry_out, storage, meter)
         else:
             work = partial(storage.remove_tree, decision.entry.path, unless_pinned=True)
         done[number], error = _attempt(storage, root, decision, work)

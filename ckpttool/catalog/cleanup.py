@@ -1,4 +1,4 @@
-"""Remove or thin old checkpoints after a save, and remove leftovers of killed processes."""
+"""Remove old checkpoints after a save, or act on them, and remove leftovers of killed processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ckpttool.catalog.entries import committed
 from ckpttool.catalog.listing import by_series
 from ckpttool.catalog.retention import decide, parse_best
 from ckpttool.catalog.runs import trainer_commits
-from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit import is_commit, read_mark
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import (
@@ -26,15 +25,16 @@ from ckpttool.commit.marks import (
     state_of,
 )
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.execution.run import MEMORY
 from ckpttool.formats import is_whole, open_every
 from ckpttool.formats.layouts import OWN_OF_RAY, Place, is_named, trainer_folders
 from ckpttool.formats.nested import why_kept
 from ckpttool.formats.scan import Found, named_tag, scan
 from ckpttool.formats.unfinished import is_unfinished, saved_by_another, unfinished_below
 from ckpttool.messages import printable
+from ckpttool.registry import actions, imported
 from ckpttool.storage import (
     MARK,
-    THINNING,
     is_gone,
     is_half_removed,
     is_linked,
@@ -48,6 +48,7 @@ from ckpttool.storage.safe_files import PARTIAL, is_temporary
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from ckpttool.catalog.actions import Work
     from ckpttool.catalog.retention import Decision, Rules
     from ckpttool.storage import Storage, WritableStorage
 
@@ -57,7 +58,7 @@ LOG = logging.getLogger("ckpttool")
 def maintain(
     storage: WritableStorage, root: str, rules: Rules | None, *, grace: float, key: bytes | None = None
 ) -> None:
-    """Remove and thin checkpoints after a save, and leftovers; log failures: the next save tries again.
+    """Remove checkpoints after a save, or act on them, and remove leftovers; log failures: the next save tries again.
 
     Args:
         storage: Storage of the checkpoints.
@@ -92,18 +93,19 @@ def maintain(
         except CkptError as error:
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
     for decision in decisions:
-        if decision.thin is not None:
-            _thin(storage, root, decision, ThinOptions(dtype=decision.thin, jobs=1, key=key, grace=grace))
+        if decision.thin is not None and rules is not None and rules.action is not None:
+            plan = partial(rules.action.plan, jobs=1, memory=MEMORY, key=key, grace=grace)
+            _act(storage, root, decision, plan)
 
 
-def _thin(storage: WritableStorage, root: str, decision: Decision, options: ThinOptions) -> None:
+def _act(storage: WritableStorage, root: str, decision: Decision, plan: Callable[[Storage, str], Work]) -> None:
     path = decision.entry.path
     try:
         if (why := changed_since(storage, path, decision.entry.state, root)) is not None:
             LOG.info("%s is kept whole: %s", printable(path), why)
             return
-        thin(storage, plan_thinning(storage, path, options), options)
-        LOG.info("thinned %s: kept its weights in %s", printable(path), options.dtype)
+        plan(storage, path).carry_out(storage, lambda _: None)
+        LOG.info("thinned %s: kept its weights in %s", printable(path), decision.thin)
     except CkptError as error:
         LOG.warning("an old checkpoint was not thinned: %s", error)
 
@@ -111,12 +113,12 @@ def _thin(storage: WritableStorage, root: str, decision: Decision, options: Thin
 def finish_killed(
     storage: WritableStorage, checkpoints: Iterable[str], *, grace: float
 ) -> tuple[bool, dict[str, StorageError]]:
-    """Delete the leftovers of interrupted replacements; replacements that still run are not touched.
+    """Finish or undo interrupted actions on checkpoints; actions that still run are not touched.
 
     Args:
         storage: Storage of the checkpoints.
         checkpoints: Their directories, or directories above them.
-        grace: As for ``thinning.recover``.
+        grace: Seconds after which another machine's marker counts as left by a killed process.
 
     Returns:
         Whether leftovers were deleted, and the failures by checkpoint; they are logged, and the next
@@ -135,11 +137,12 @@ def finish_killed(
 
 def _finish_killed(storage: WritableStorage, path: str, *, grace: float) -> bool:
     found = False
-    for directory in {directory for directory, _ in below(storage, path, THINNING)}:
-        try:
-            found = recover(storage, directory, grace=grace) or found
-        except TakenError as error:
-            LOG.info("%s", error)
+    for action in actions():
+        for directory in {directory for directory, _ in below(storage, path, action.marker)}:
+            try:
+                found = imported(action.recover)(storage, directory, grace=grace) or found
+            except TakenError as error:
+                LOG.info("%s", error)
     return found
 
 

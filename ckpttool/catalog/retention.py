@@ -7,13 +7,14 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpttool.arguments import check_at_least, check_choice, checked_duration
+from ckpttool.arguments import check_at_least, checked_duration
 from ckpttool.blocks import Line, Shown, Table
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.catalog.listing import by_series
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats.layouts import named_alike
 from ckpttool.messages import brief, printable
+from ckpttool.registry import actions
 from ckpttool.storage import HALF_REMOVED, link_into, links_below
 from ckpttool.units import format_age, format_ago, format_duration, format_size
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ckpttool.blocks import Block
+    from ckpttool.catalog.actions import Action
     from ckpttool.catalog.listing import CatalogEntry
 
 REPORTED = "Ray Train's snapshot lists it"
@@ -29,10 +31,15 @@ NAMED = "latest names it"
 """Reason to keep the checkpoint to resume from; a torn one is removed if ``latest`` can name a whole one."""
 GRACE = 3600.0
 """Default of ``grace``: age in seconds at which leftovers of a killed save are deleted."""
-RULES = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every", "torn")
+RULES = (
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "keep_for",
+    *(rule for action in actions() for rule in action.rules),
+    "torn",
+)
 """Parameters; at least one must be given."""
-THIN_DTYPES = ("bf16", "fp32")
-"""Types of the weights of thin checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +75,8 @@ class Rules:
     the one with the largest; with ":min:3" the three with the smallest."""
     age: float | str | None = None
     """Keep checkpoints younger than this: seconds, or a text like "7d"."""
-    thin: str | None = None
-    """Type of the weights to keep of a checkpoint that no rule keeps. None: bf16 with ``thin_every``, or nothing."""
-    thin_every: int | None = None
-    """Thin only those whose step is a multiple of this, and remove the others."""
+    action: Action | None = None
+    """What is done with a checkpoint that no rule keeps, instead of its removal."""
     torn: bool = False
     """Remove leftovers of killed saves."""
     grace: float | str = GRACE
@@ -82,16 +87,13 @@ class Rules:
     """``grace`` in seconds."""
 
     def __post_init__(self) -> None:
-        if self._keeps_none and self.weights is None and not self.torn:
+        if self._keeps_none and self.action is None and not self.torn:
             problem = "is missing, and so is any other rule"
             raise ArgumentError("keep_last", problem, f"give {', '.join(RULES)}", RULES)
         check_at_least("keep_last", self.last, 1)
         check_at_least("keep_every", self.every, 1)
-        check_at_least("thin_every", self.thin_every, 1)
         if self.best is not None:
             parse_best(self.best)
-        if self.thin is not None:
-            check_choice("thin", self.thin, THIN_DTYPES)
         object.__setattr__(self, "seconds", checked_duration("keep_for", self.age))
         object.__setattr__(self, "grace_seconds", checked_duration("grace", self.grace))
 
@@ -100,14 +102,9 @@ class Rules:
         return self.last is None and self.every is None and self.best is None and self.age is None
 
     @property
-    def weights(self) -> str | None:
-        """Type of the weights of thin checkpoints; None if none are made."""
-        return self.thin or ("bf16" if self.thin_every is not None else None)
-
-    @property
     def only_torn(self) -> bool:
         """Whether the rules do not affect whole checkpoints."""
-        return self._keeps_none and self.weights is None
+        return self._keeps_none and self.action is None
 
 
 def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: float | None = None) -> list[Decision]:
@@ -117,7 +114,7 @@ def decide(entries: Sequence[CatalogEntry], rules: Rules, *, root: str, now: flo
     torch, and remove half removed ones. They always keep the newest whole checkpoint of each model, the one that
     ``latest`` names, those in Ray Train's snapshot, the best of a trainer's run, pinned ones, links, and targets of any
     link below the root. They keep incomplete checkpoints, because a save may still write them, unless ``rules.torn`` is
-    set. They keep thin checkpoints, unless ``rules.thin_every`` selects some.
+    set. They keep thin checkpoints, unless ``rules.action.every`` selects some.
 
     Args:
         entries: The checkpoints.
@@ -188,10 +185,10 @@ def _dated(entry: CatalogEntry, rules: Rules, now: float) -> list[str]:
     return why
 
 
-def _is_thinned(entry: CatalogEntry, rules: Rules) -> bool:
-    """Return whether to keep the weights of a checkpoint that no rule keeps whole."""
+def _takes(action: Action, entry: CatalogEntry) -> bool:
+    """Return whether an action takes a checkpoint that no rule keeps whole."""
     step = entry.order[0]
-    return rules.weights is not None and (rules.thin_every is None or (step >= 0 and step % rules.thin_every == 0))
+    return action.every is None or (step >= 0 and step % action.every == 0)
 
 
 def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
@@ -199,9 +196,10 @@ def _of_whole(entry: CatalogEntry, why: list[str], rules: Rules) -> Decision:
         return Decision(entry, keep=True, reason="; ".join(why))
     if rules.only_torn:
         return Decision(entry, keep=True, reason="whole")
-    if _is_thinned(entry, rules):
-        every = "" if rules.thin_every is None else f", and its step is a multiple of {rules.thin_every}"
-        return Decision(entry, keep=True, reason=f"no rule keeps it whole{every}", thin=rules.weights)
+    action = rules.action
+    if action is not None and _takes(action, entry):
+        every = "" if action.every is None else f", and its step is a multiple of {action.every}"
+        return Decision(entry, keep=True, reason=f"no rule keeps it whole{every}", thin=action.dtype)
     return Decision(entry, keep=False, reason="no rule keeps it", freed=entry.nbytes)
 
 
@@ -220,7 +218,7 @@ def _of_other(entry: CatalogEntry, rules: Rules, whole: Sequence[CatalogEntry], 
     if entry.thin is None:
         return Decision(entry, keep=True, reason=f"{entry.format}, not the save of a run")
     why = _dated(entry, rules, now)
-    if why or rules.thin_every is None or _is_thinned(entry, rules):
+    if why or rules.action is None or _takes(rules.action, entry):
         return Decision(entry, keep=True, reason="; ".join(["thin already", *why]))
     return Decision(entry, keep=False, reason="thin, and no rule keeps it", freed=entry.nbytes)
 

@@ -14,7 +14,7 @@ import click
 from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
-from ckpttool.registry import options_of
+from ckpttool.registry import actions, options_of
 from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -124,6 +124,10 @@ def _option_of(option: Option) -> click.Option:
     """Return the option of a command that a row declares."""
     repeated = option.annotation.startswith("Sequence")
     given: dict[str, Any] = {"multiple": True} if repeated else {"is_flag": True} if option.annotation == "bool" else {}
+    if option.choices:
+        given["type"] = click.Choice(option.choices)
+    elif option.annotation == "int | None":
+        given["type"] = click.IntRange(1)
     flag = f"--{option.name.replace('_', '-')}"
     return click.Option([flag], help=option.help, metavar=option.metavar, **given)
 
@@ -374,12 +378,18 @@ def common_options(function: F) -> F:
     return storage(links(quiet(verbose(debug_option(function)))))
 
 
-RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", "thin", "thin_every")
-"""Options of ``retention_options``."""
+RETENTION = (
+    "keep_last",
+    "keep_every",
+    "keep_best",
+    "keep_for",
+    *(rule for action in actions() for rule in action.rules),
+)
+"""Options of ``retention_options``, and of the actions of extensions."""
 
 
 def retention_options(function: F) -> F:
-    """Add the retention rules, RETENTION."""
+    """Add the retention rules."""
     rules = (
         click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest."),
         click.option(
@@ -392,17 +402,6 @@ def retention_options(function: F) -> F:
             "smallest).",
         ),
         click.option("--keep-for", type=Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min."),
-        click.option(
-            "--thin",
-            type=click.Choice(["bf16", "fp32"]),
-            help="Instead of deleting a checkpoint, keep its weights in this dtype and delete its optimizer states.",
-        ),
-        click.option(
-            "--thin-every",
-            type=click.IntRange(min=1),
-            metavar="K",
-            help="Thin only those whose step is a multiple of K, and delete the others.  [default dtype: bf16]",
-        ),
     )
     for rule in reversed(rules):
         function = rule(function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import posixpath
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.table import FORMATS, formats_with_tags
 from ckpttool.messages import name_some
+from ckpttool.registry import imported
 from ckpttool.storage import (
     WAIT,
     Opening,
@@ -515,6 +515,5 @@ def _read(known: Format, storage: Storage, location: Location, report: Report) -
     Raises:
         CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
-    module, _, function = known.reader.partition(":")
-    found: Checkpoint | None = getattr(importlib.import_module(module), function)(storage, location, report)
+    found: Checkpoint | None = imported(known.reader)(storage, location, report)
     return found

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import check_choice
 from ckpttool.errors import ArgumentError
-from ckpttool.registry import EXTENSIONS, Target
+from ckpttool.registry import EXTENSIONS, Target, imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,7 +69,7 @@ def check(to: str, given: Mapping[str, Any]) -> None:
     if given["layout"] is not None:
         check_choice("layout", given["layout"], target.layouts)
     if target.checker:
-        _function(target.checker)(given)
+        imported(target.checker)(given)
 
 
 def plan(to: str, checkpoint: Checkpoint, given: Mapping[str, Any], tag: str) -> Planned:
@@ -85,10 +84,5 @@ def plan(to: str, checkpoint: Checkpoint, given: Mapping[str, Any], tag: str) ->
     Raises:
         CkptError: The checkpoint or an option does not fit the target.
     """
-    planned: Planned = _function(TARGETS[to].planner)(checkpoint, given, tag)
+    planned: Planned = imported(TARGETS[to].planner)(checkpoint, given, tag)
     return planned
-
-
-def _function(name: str) -> Any:
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)

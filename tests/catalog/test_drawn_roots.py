@@ -7,7 +7,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,12 +17,14 @@ from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.commit.marks import state_of
 from ckpttool.errors import CkptError
+from ckpttool.registry import carry_out
 from ckpttool.saving.claim import Skipped
 from ckpttool.storage import LOCAL
 from tests import sampling
 from tests.catalog.drawn_roots import MODELS, Item, Root, commit, draw
 from tests.faults.disks import CHANGES, Killed, watching
 from tests.faults.rules import Kill, Rule
+from tests.rooms import present
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -45,13 +47,14 @@ def _action(root: Root, rng: random.Random) -> tuple[str, Callable[[], object], 
     if root.layout in {"tags", "commits"}:
         choices += ["overwrite", "go on"]
     name = rng.choice(choices)
-    every, thin = rng.choice([None, None, 2]), rng.choice([None, "bf16"])
+    every, thin = rng.choice([None, None, 2]), rng.choice([None, "bf16"]) if present("thinning") else None
+    given: dict[str, Any] = {} if thin is None else {"thin": thin}
     if name == "prune":
         text = f"prune(keep_last={last}, keep_every={every}, torn={torn}, thin={thin})"
-        prune = partial(ckpttool.prune, path, keep_last=last, keep_every=every, torn=torn, thin=thin, grace=0)
+        prune = partial(ckpttool.prune, path, keep_last=last, keep_every=every, torn=torn, grace=0, **given)
         return text, prune, None
     if name == "maintain":
-        rule = Rules(last, every, thin=thin)
+        rule = Rules(last, every, action=next(iter(carry_out("prune", given)), None))
         return f"maintain(last={last}, thin={thin})", lambda: maintain(LOCAL, path, rule, grace=0), None
     if name == "cp":  # of a model like "a", and latest names it if that names no newer one
         root.items.append(Item(root.path / "global_step3", 3, "a", {"": "zero2-dp2-bf16-lion/global_step3"}))

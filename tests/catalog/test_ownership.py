@@ -11,11 +11,10 @@ import pytest
 import ckpttool
 from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.catalog.retention import Rules
-from ckpttool.catalog.thinning import recover
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import StorageError
 from ckpttool.saving.coordination import Alone
-from ckpttool.storage import LOCAL, THINNING
+from ckpttool.storage import LOCAL
 from ckpttool.storage.base import WHOLE
 from ckpttool.storage.safe_files import is_temporary, temporary_name
 from tests.saving.checkpoints import save_version, version, whole
@@ -93,22 +92,6 @@ def test_a_failed_save_moves_no_directory_of_the_user(tmp_path: Path, monkeypatc
     with pytest.raises(StorageError):
         _save(tmp_path, 1)
     assert os.listdir(tmp_path) == [f"step1{REPLACED}"]
-
-
-def test_a_thinning_that_is_finished_takes_no_file_of_the_user(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    users = ["model.safetensors.0badcafe.partial", f"{THINNING}.0badcafe.partial", "model.safetensors.mine.partial"]
-    for name in users:
-        (tmp_path / "step1" / name).write_text("mine")
-    recover(LOCAL, str(tmp_path / "step1"), grace=0)
-    ours = [temporary_name(name) for name in ("model.safetensors", THINNING)]
-    for name in ours:
-        (tmp_path / "step1" / name).write_text("")
-    (tmp_path / "step1" / THINNING).write_text('{"key": "x", "files": ["model.safetensors"], "old": []}')
-    recover(LOCAL, str(tmp_path / "step1"), grace=0)
-    left = set(os.listdir(tmp_path / "step1"))
-    assert left.issuperset(users)
-    assert left.isdisjoint([*ours, THINNING])
 
 
 @pytest.mark.parametrize("name", ["latest", "x" * 255, "ä" * 127, ".partial", "a.0badcafe.partial"])

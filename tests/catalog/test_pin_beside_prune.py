@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog import cleanup, thinning
+from ckpttool.catalog import cleanup
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import marks
 from ckpttool.errors import StorageError
@@ -94,20 +94,3 @@ def test_a_pin_is_not_said_of_what_is_removed(moment: str, place: Place, monkeyp
         ckpttool.pin(f"{root}/step1", why="mine")
     storage.refresh([])
     assert not storage.exists(f"{root}/step1/{PIN}")
-
-
-def test_a_pin_after_the_last_look_keeps_it_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage, root = place[0], f"{place[1]}/own"
-    for number in (0, 1):  # the values of the first agree
-        save_version(storage, root, Alone(), f"step{number}", number)
-    claim = thinning._Work._claim
-
-    def pin_and_claim(*given: Any) -> None:
-        if given[0].directory.endswith("step0"):
-            ckpttool.pin(f"{root}/step0", why="mine")
-        claim(*given)
-
-    monkeypatch.setattr(thinning._Work, "_claim", pin_and_claim)
-    assert ckpttool.prune(root, keep_last=1, thin="bf16")[0].reason == "pinned meanwhile"
-    storage.refresh([])
-    assert whole(root, open_storage(root))["step0"] == version(0)

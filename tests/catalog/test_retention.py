@@ -14,11 +14,13 @@ from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit.manifest import REPLACED
 from ckpttool.errors import CkptError, StorageError
+from ckpttool.registry import carry_out
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import LOCAL, MANIFEST, MARK, aside_name
 from ckpttool.storage.base import SET_ASIDE
 from ckpttool.storage.safe_files import temporary_name
+from tests.rooms import present
 from tests.saving.checkpoints import Intercepted, save_version, version, whole
 from tests.wording import refused
 
@@ -185,7 +187,7 @@ def test_log_lines_have_no_terminal_controls(tmp_path: Path, caplog: pytest.LogC
     assert all(c.isprintable() for record in caplog.records for c in record.getMessage())
 
 
-@pytest.mark.parametrize("thin", [None, "bf16"])
+@pytest.mark.parametrize("thin", [None, *["bf16"] * present("thinning")])
 @pytest.mark.parametrize("how", ["prune", "maintain", "rotate"])
 @pytest.mark.parametrize("kind", ["files", "files by links", "best/", "beside", "inside a tag", "directory above"])
 def test_what_a_link_needs_stays(kind: str, how: str, thin: str | None, tmp_path: Path) -> None:
@@ -216,13 +218,14 @@ def test_what_a_link_needs_stays(kind: str, how: str, thin: str | None, tmp_path
         target.symlink_to("../blobs/one" if how != "rotate" else "../../blobs/one")
     link.symlink_to(os.path.relpath(target, link.parent))
     before = sorted(str(p) for p in first.rglob("*"))
+    given: dict[str, Any] = {} if thin is None else {"thin": thin}
     if how == "prune":
-        done = ckpttool.prune(root, keep_last=1, thin=thin)
+        done = ckpttool.prune(root, keep_last=1, **given)
         reasons = {d.entry.name: d.reason for d in done}
         if kind != "directory above":
             assert reasons["step5"] == f"{link.relative_to(root)} is a link to it"
     elif how == "maintain":
-        maintain(LOCAL, str(root), Rules(last=1, thin=thin), grace=0)
+        maintain(LOCAL, str(root), Rules(last=1, action=next(iter(carry_out("prune", given)), None)), grace=0)
     else:
         rotate(LOCAL, str(root), 1, keep=(), grace=0)
     assert sorted(str(p) for p in first.rglob("*")) == before

@@ -446,8 +446,6 @@ def test_hints_name_flags_on_the_command_line_alone(error: CkptError, line: str)
         ("keep_best", lambda untyped, out: untyped.prune(out, keep_best=":")),
         ("keep_best", lambda untyped, out: format_best("loss")),  # type: ignore[arg-type]
         ("keep_for", lambda untyped, out: untyped.prune(out, keep_for="a while")),
-        ("thin", lambda untyped, out: untyped.prune(out, thin="fp16")),
-        ("thin_every", lambda untyped, out: untyped.prune(out, thin_every=0)),
         ("grace", lambda untyped, out: untyped.prune(out, torn=True, grace="soon")),
         ("why", lambda untyped, out: untyped.pin(ZERO3, why=" ")),
         ("world_size", lambda untyped, out: untyped.convert(ZERO3, out / "x", to="zero", world_size=1 << 21)),

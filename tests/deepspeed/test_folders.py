@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.catalog.thinning import ThinOptions, plan_thinning, thin
 from ckpttool.commit.marks import Pin, write_pin
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.integrations.live.folders import Folders, candidates_in, check_no_foreign
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
+from tests.rooms import present
 from tests.saving.checkpoints import save_version
 from tests.wording import refused
 
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from tests.storage.server import Bucket
 
 
-@pytest.mark.parametrize("others", ["s3: none", "s3: thin", "s3: nested", "s3: pinned", "s3: whole", "disk: nested"])
+@pytest.mark.parametrize(
+    "others",
+    [*(["s3: thin"] * present("thinning")), "s3: none", "s3: nested", "s3: pinned", "s3: whole", "disk: nested"],
+)
 def test_nothing_is_removed_before_a_save_that_is_refused(
     others: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -33,8 +36,7 @@ def test_nothing_is_removed_before_a_save_that_is_refused(
         save_version(LOCAL, str(tmp_path / f"checkpoint-{number}"), Alone(), "step", number - 1)
     (tmp_path / "checkpoint-2" / "model.safetensors").write_bytes(b"weights")
     if what == "thin":
-        options = ThinOptions(dtype="bf16", grace=0.0)
-        thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / "checkpoint-1" / "step"), options), options)
+        _thin(tmp_path / "checkpoint-1" / "step")
     if what == "nested":
         shutil.copytree(tmp_path / "checkpoint-1" / "step", tmp_path / "checkpoint-2" / "step" / "sft" / "step60")
     if what == "pinned":
@@ -56,12 +58,18 @@ def test_nothing_is_removed_before_a_save_that_is_refused(
     assert dict(walk(folders.storage, f"{root}/checkpoint-2")).keys() == (set() if gone else before)
 
 
+def _thin(path: Path) -> None:
+    from ckpttool.extensions.thinning.replacement import ThinOptions, plan_thinning
+
+    plan_thinning(LOCAL, str(path), ThinOptions(dtype="bf16", grace=0.0)).carry_out(LOCAL)
+
+
+@pytest.mark.skipif(not present("thinning"), reason="the extension that thins checkpoints was removed")
 def test_a_run_goes_on_from_whole_checkpoints_before_thin_ones(tmp_path: Path) -> None:
     names = [f"checkpoint-{n}" for n in (3, 2, 1)]
     for number, name in enumerate(names):
         save_version(LOCAL, str(tmp_path / name), Alone(), "step", number)
-    options = ThinOptions(dtype="bf16", grace=0.0)
-    thin(LOCAL, plan_thinning(LOCAL, str(tmp_path / names[0] / "step"), options), options)
+    _thin(tmp_path / names[0] / "step")
     found = candidates_in(LOCAL, [str(tmp_path / name) for name in names])
     assert found == [str(tmp_path / name / "step") for name in (names[1], names[2], names[0])]
 

@@ -14,6 +14,7 @@ from ckpttool.api._pages import page_of_catalog
 from ckpttool.catalog.listing import NOT_FOLLOWED, Catalog, CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
+from tests.catalog.decisions import Keeping
 from tests.cli.command import ckpttool
 
 if TYPE_CHECKING:
@@ -188,7 +189,8 @@ def test_pins_and_thin_checkpoints_are_named(opened: Open) -> None:
 def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> None:
     entries = tuple(_entry(f"s{step}", step, 1e9 + step, path=f"/run/s{step}") for step in (10, 15, 20, 30))
     rules: dict[str, Any] = {"keep_last": 1, "keep_for": 7 * 86400.0, "thin_every": 10}
-    decisions = decide(entries, Rules(last=1, age=7 * 86400.0, thin_every=10), root="/run")
+    action: Any = Keeping("bf16", 10)
+    decisions = decide(entries, Rules(last=1, age=7 * 86400.0, action=action), root="/run")
     data = page_of_catalog(Catalog("/run", entries, ()), decisions, rules)
     page = opened(data)
     assert "--keep-last 1 --keep-for 7d --thin-every 10" in page.text("#entries thead")

@@ -24,6 +24,7 @@ from tests import sampling
 from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Answer, Cut
 from tests.faults.s3_proxy import Proxy
+from tests.rooms import present
 from tests.saving import crew
 from tests.saving.checkpoints import chosen, number_of, save_version, version, whole
 from tests.saving.conftest import PART_BYTES
@@ -262,7 +263,7 @@ def test_store_that_fails_for_good_is_named_on_every_rank(
     assert [k for k in bucket.keys("run/") if "/step1/" in k] == []
 
 
-@pytest.mark.parametrize("beside", ["none", "thin", "a file is missing", "a file is cut off"])
+@pytest.mark.parametrize("beside", [*["thin"] * present("thinning"), "none", "a file is missing", "a file is cut off"])
 def test_only_checkpoint_to_resume_from_is_not_replaced(beside: str, bucket: server.Bucket) -> None:
     url = bucket.url("run")
     if beside != "none":

@@ -53,7 +53,7 @@ class EngineRun:
     def __init__(self, engine: Any, **given: Any) -> None:
         self._several = isinstance(engine, Mapping)
         self.objects: Mapping[str, Any] = engine if self._several else {"": engine}
-        self.without_thinning = "several engines" if self._several else ""
+        self.several = "several engines" if self._several else ""
         self.kind: dict[str, Any] = {"run": "an engine of DeepSpeed", "extra": []}
         self._given = given
 

@@ -31,6 +31,7 @@ from ckpttool.integrations.live.request import HINTS, Save, check_known, note_kn
 from ckpttool.integrations.live.run import Kept, half_loaded, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
+from ckpttool.registry import carry_out, with_options
 from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
 from ckpttool.saving.claim import Skipped, mark_skipped
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from types import TracebackType
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _CheckpointManagerOptions
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import KnownEngines
@@ -62,6 +66,7 @@ MEETING = "manager"
 """Purpose of the ranks' agreement: a manager joins with its first save or restore, not in its constructor."""
 
 
+@with_options
 class CheckpointManager:
     """Saves and restores the state of a DeepSpeed engine; make one on every rank, with the same arguments.
 
@@ -75,10 +80,6 @@ class CheckpointManager:
         keep_every: Keep checkpoints whose step is a multiple of this.
         keep_best: ("eval_loss", "min", 2): keep the two with the smallest of that metric; "max" for the largest.
         keep_for: Keep checkpoints younger than this: seconds, or a text like "7d".
-        thin: Instead of deleting a checkpoint that no rule keeps, keep its weights in this type: "bf16" or "fp32". The
-            first rank writes them after a save, with ``async_save`` in the background.
-        thin_every: Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says otherwise,
-            and remove the others, thin ones included.
         layout: Names of the entries in saves of torch runs, for loaders without ckpttool: "nested" for torch's
             ``get_state_dict``, "flat" with a flat optimizer, "app" of Ray's template, "accelerate", "torchtitan"
             or "lightning".
@@ -109,8 +110,6 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
         keep_for: float | str | None = None,
-        thin: str | None = None,
-        thin_every: int | None = None,
         layout: str = "nested",
         async_save: bool = False,
         timeout: float = TIMEOUT,
@@ -123,18 +122,20 @@ class CheckpointManager:
         provenance: bool = True,
         sign_key: Key | None = None,
         storage: WritableStorage | None = None,
+        **given: Unpack[_CheckpointManagerOptions],
     ) -> None:
         try:
-            given = checked_path("root", root)
-            self.root = without_credentials(local_path(given)).rstrip("/") or given
+            path = checked_path("root", root)
+            self.root = without_credentials(local_path(path)).rstrip("/") or path
             if not is_url(self.root):
                 self.root = posixpath.abspath(self.root)  # the train loop may change the working directory
             opening = Opening(storage_options, follow_links)
-            self._storage = storage or open_storage(given, opening.storage_options)
+            self._storage = storage or open_storage(path, opening.storage_options)
             self.source = confined(self._storage, self.root, follow_links=opening.follow_links)
             """The storage that ``restore`` reads from."""
             best = None if keep_best is None else format_best(keep_best)
-            rules = (keep_last, keep_every, best, keep_for, thin, thin_every)
+            (action,) = carry_out("CheckpointManager", given) or (None,)
+            rules = (keep_last, keep_every, best, keep_for, action)
             self._rules = None if all(rule is None for rule in rules) else Rules(*rules)
             self._key = read_key(sign_key)
             check_choice("layout", layout, tuple(LAYOUTS))
@@ -283,9 +284,8 @@ class CheckpointManager:
 
     def _ready(self, run: Run, save: Save, known: KnownEngines | None) -> Ready:
         """Check that this rank can begin a save, and describe its run."""
-        if run.without_thinning and self._rules is not None and (self._rules.thin or self._rules.thin_every):
-            problem = f"is not possible for a checkpoint of {run.without_thinning}"
-            raise ArgumentError("thin", problem, "leave out thin and thin_every")
+        if self._rules is not None and self._rules.action is not None:
+            self._rules.action.refuse_several(run.several)
         ready = run.ready(save, self._ranks, provenance=self._provenance)
         check_known(run.objects, known)
         return ready

@@ -140,8 +140,8 @@ class Run(Protocol):
     """The engines by name, or the model under ""."""
     kind: dict[str, Any]
     """Facts that are the same on all ranks in every call: JSON data."""
-    without_thinning: str
-    """"several engines", whose checkpoints the rules of a manager cannot thin; "" if they can."""
+    several: str
+    """"several engines", whose checkpoints no rule of a manager can thin; "" otherwise."""
 
     is_folder: bool
     """True if a framework's folder is the directory of the checkpoint; False if it contains the directory of a tag."""

@@ -49,7 +49,7 @@ class TorchRun:
         extra: Other objects with a state, by name.
     """
 
-    without_thinning = ""
+    several = ""
     is_folder = True
     clears_gradients = False
     """Whether the loop discards the gradients before the next backward pass: no save needs them."""

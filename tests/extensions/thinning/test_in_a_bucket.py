@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load
 
 import ckpttool
-from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.errors import CkptError
+from ckpttool.extensions.thinning.replacement import ThinOptions, plan_thinning, recover
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import MANIFEST, THINNING, open_storage
 from tests import sampling
@@ -83,7 +83,7 @@ def test_a_death_at_every_request_loses_nothing(
 
     def work(_: object) -> None:
         storage = requests.storage()
-        thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+        plan_thinning(storage, url, OPTIONS).carry_out(storage)
         if machine.dead:
             raise Killed
 
@@ -116,7 +116,7 @@ def test_a_death_at_every_request_loses_nothing(
             recover(storage, url, grace=0)
             assert state() == found
             if found == "whole":
-                thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+                plan_thinning(storage, url, OPTIONS).carry_out(storage)
             assert state() == "thin"
             assert set(bucket.keys("run/step1/")) == final
             assert bucket.uploads() == []
@@ -168,6 +168,6 @@ def test_the_state_of_the_run_is_what_torch_loads(bucket: server.Bucket) -> None
     storage = open_storage(url)
     save_version(storage, bucket.url("run"), Alone(), "step1", 0)
     saved = torch.load(io.BytesIO(version(0)["mp_rank_00_model_states.pt"]), weights_only=False)
-    thin(storage, plan_thinning(storage, url, OPTIONS), OPTIONS)
+    plan_thinning(storage, url, OPTIONS).carry_out(storage)
     loaded = torch.load(io.BytesIO(bucket.get("run/step1/ckpttool_run_state.pt")), weights_only=True)
     assert loaded["ds_config"] == saved["ds_config"]

@@ -32,6 +32,7 @@ from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, St
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of, mode_of_file
 from ckpttool.execution.run import MEMORY, Output, run
+from ckpttool.extensions.thinning.plan import plan_thin
 from ckpttool.formats import open_checkpoint, open_whole
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import METADATA, SHARD, THIN_METADATA
@@ -47,17 +48,16 @@ from ckpttool.saving.two_phase import SPACE_FACTOR
 from ckpttool.storage import BESIDE, MANIFEST, THINNING, ExistsError, Writer, connect, is_linked, read_json, walk
 from ckpttool.storage.base import PinnedError
 from ckpttool.storage.safe_files import is_temporary
-from ckpttool.targets.thin import plan_thin
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from ckpttool.checksums import Checksums
+    from ckpttool.extensions.thinning.plan import ThinPlan
     from ckpttool.model import Checkpoint
     from ckpttool.plan import TargetFile
     from ckpttool.storage import Entry, Storage, WritableStorage
-    from ckpttool.targets.thin import ThinPlan
     from ckpttool.units import Advance
 
 MAX_MARK_BYTES = 1 << 26
@@ -88,6 +88,13 @@ class Thinning:
     """The checkpoint."""
     plan: ThinPlan
     """The files to write."""
+    options: ThinOptions
+    """The options."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files to write."""
+        return self.plan.nbytes
 
     @property
     def freed(self) -> int:
@@ -108,6 +115,20 @@ class Thinning:
         if taken := sorted({file.name for file in self.plan.files} & names):
             problem = f"holds {taken[0]}, which is in the way of the thin checkpoint's file"
             raise StorageError(directory, problem, "move it, or pin the checkpoint")
+
+    def carry_out(self, storage: WritableStorage, advance: Advance = lambda _: None) -> str:
+        """Replace the checkpoint by its weights; return the digest of the weights, equal for source and result.
+
+        Args:
+            storage: Its storage.
+            advance: Called with the number of bytes written since the last call.
+
+        Raises:
+            TakenError: Another process thins it or saves there.
+            CkptError: It cannot be read, or the thin files cannot be written or differ. The checkpoint is as it was,
+                unless only the removal of old files failed: the next ``recover`` continues it.
+        """
+        return _Work(storage, self, advance).thin()
 
 
 def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning:
@@ -135,7 +156,7 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
     if checkpoint.stage is None and checkpoint.format != "dcp":
         problem = "is neither a native ZeRO checkpoint nor a distributed checkpoint of torch"
         raise PlanError(checkpoint.location, problem, "only those are thinned")
-    return Thinning(checkpoint, plan_thin(checkpoint, options.dtype))
+    return Thinning(checkpoint, plan_thin(checkpoint, options.dtype), options)
 
 
 def _names(storage: Storage, directory: str) -> dict[str, Entry]:
@@ -158,34 +179,18 @@ def old_files(checkpoint: Checkpoint, names: Mapping[str, Any]) -> list[str]:
     return [n for n in beside if n in {*own, *more} or is_rank_state(n)]
 
 
-def thin(
-    storage: WritableStorage, thinning: Thinning, options: ThinOptions, *, advance: Advance = lambda _: None
-) -> str:
-    """Replace a checkpoint by its weights; return the digest of the weights, equal for source and result.
-
-    Args:
-        storage: Its storage.
-        thinning: The checkpoint and the plan.
-        options: Type of the weights, threads, memory and key.
-        advance: Called with the number of bytes written since the last call.
-
-    Raises:
-        TakenError: Another process thins it or saves there.
-        CkptError: It cannot be read, or the thin files cannot be written or differ. The checkpoint is as it was, unless
-            only the removal of old files failed: the next ``recover`` continues it.
-    """
-    return _Work(storage, thinning, options, advance).thin()
-
-
 @dataclass(frozen=True, slots=True)
 class _Work:
     """One replacement."""
 
     storage: WritableStorage
     thinning: Thinning
-    options: ThinOptions
     advance: Advance
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def options(self) -> ThinOptions:
+        return self.thinning.options
 
     @property
     def checkpoint(self) -> Checkpoint:

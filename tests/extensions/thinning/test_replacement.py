@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.analysis.digest import same_weights
-from ckpttool.catalog.thinning import ThinOptions, plan_thinning, recover, thin
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.errors import CkptError, PruneError
+from ckpttool.extensions.thinning.replacement import ThinOptions, plan_thinning, recover
 from ckpttool.formats.dcp import ACCELERATE_MODEL, ACCELERATE_OPTIMIZER
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.saving.coordination import Alone
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-MODULE = "ckpttool.catalog.thinning"
+MODULE = "ckpttool.extensions.thinning.replacement"
 BF16 = ThinOptions(dtype="bf16", grace=0.0)
 IN_ORDER = ThinOptions(dtype="bf16", grace=0.0, jobs=1)
 """In one thread, so that the operations have an order."""
@@ -52,7 +52,7 @@ NATIVE = [name for name in NAMES if truth(name).stage is not None and name != UN
 
 
 def _thin(path: str | Path, options: ThinOptions = BF16) -> str:
-    return thin(LOCAL, plan_thinning(LOCAL, str(path), options), options)
+    return plan_thinning(LOCAL, str(path), options).carry_out(LOCAL)
 
 
 def _weights(directory: str | Path) -> dict[str, torch.Tensor]:
@@ -571,7 +571,7 @@ def test_files_stay_in_a_storage_that_writes_them_in_place(monkeypatch: pytest.M
     monkeypatch.setattr("ckpttool.storage.fsspec.PART_BYTES", 1024)
     found = plan_thinning(storage, f"{url}/step1", ThinOptions(dtype="fp32", grace=0.0, jobs=1))
     assert max(file.nbytes for file in found.plan.files) > 1024
-    thin(storage, found, ThinOptions(dtype="fp32", grace=0.0, jobs=1))
+    found.carry_out(storage)
     assert ckpttool.inspect(f"{url}/step1").thin
     assert ckpttool.verify(f"{url}/step1", deep=True).findings == ()
 

@@ -1,0 +1,1 @@
+"""Thin old checkpoints: keep their weights, and remove their optimizer states."""
