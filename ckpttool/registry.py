@@ -26,6 +26,8 @@ class Command(NamedTuple):
     """The command of the core that the help lists before it."""
     module: str
     """Module to import when the command is called."""
+    words: tuple[str, ...] = ()
+    """Names of the command in other tools, for which the command line suggests it."""
 
 
 class Option(NamedTuple):
@@ -38,8 +40,8 @@ class Option(NamedTuple):
     """The parameter; the option of the command is spelled with hyphens."""
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
-    module: str
-    """Module to import when it is given: its function of the same name is called with all options of the module."""
+    code: str
+    """Function or class to import when it is given: it is called with all given options that have it."""
     before: str
     """The parameter of the core before which signature and docstring list it."""
     annotation: str
@@ -74,6 +76,51 @@ class Extension(NamedTuple):
 EXTENSIONS = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
+    Extension(
+        "merging",
+        commands=(Command("average", "Export", "consolidate", "ckpttool.extensions.merging.command", ("mean", "ema")),),
+        options=(
+            Option(
+                "merge_lora",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="bool",
+                default=False,
+                text="Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the "
+                "output has the base model's names.",
+                after="adapter_only",
+                section="LoRA",
+                help="Merge the trained LoRA adapter into the base model, as PEFT does.",
+            ),
+            Option(
+                "base",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Source | None",
+                default=None,
+                text="The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.",
+                after="merge_lora",
+                section="LoRA",
+                help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]",
+                metavar="SRC",
+            ),
+            Option(
+                "adapter",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Sequence[str]",
+                default=(),
+                text="Names of the adapters to merge, if there are several.",
+                after="base",
+                section="LoRA",
+                help="Adapter to merge, if there are several (repeatable).",
+                metavar="NAME",
+            ),
+        ),
+    ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
@@ -127,7 +174,7 @@ def with_options(function: F) -> F:
 
 
 def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
-    """Call the modules of the given options of a function; return the result of each module.
+    """Call the code of the given options of a function; return the result of each.
 
     Args:
         function: Its qualified name.
@@ -137,11 +184,11 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
         TypeError: No extension that is present has an option of that name.
     """
     options = {option.name: option for option in options_of(function)}
-    modules: dict[str, dict[str, Any]] = {}
+    calls: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if value != options[name].default:
-            modules.setdefault(options[name].module, {})[name] = value
-    called = function.rpartition(".")[2]
-    return [getattr(importlib.import_module(module), called)(**values) for module, values in modules.items()]
+            calls.setdefault(options[name].code, {})[name] = value
+    named = ((*code.rpartition("."), values) for code, values in calls.items())
+    return [getattr(importlib.import_module(module), name)(**values) for module, _, name, values in named]
