@@ -1,5 +1,6 @@
 """The public names; ``__init__.py`` reads them from this file. The classes are for type checkers alone."""
 
+import collections.abc
 import typing
 
 from ckpttool._version import __version__ as __version__
@@ -11,9 +12,6 @@ from ckpttool.analysis.verify import Finding as Finding
 from ckpttool.analysis.verify import VerifyReport as VerifyReport
 from ckpttool.api._run import Written as Written
 from ckpttool.api._run import WrittenFile as WrittenFile
-from ckpttool.api.average import AveragedSource as AveragedSource
-from ckpttool.api.average import AverageReport as AverageReport
-from ckpttool.api.average import average as average
 from ckpttool.api.consolidate import ConsolidateReport as ConsolidateReport
 from ckpttool.api.consolidate import consolidate as consolidate
 from ckpttool.api.convert import ConvertReport as ConvertReport
@@ -50,6 +48,9 @@ from ckpttool.errors import TruncatedError as TruncatedError
 from ckpttool.execution.checks import Check as Check
 from ckpttool.execution.checks import ReadReport as ReadReport
 from ckpttool.execution.destination import Needs as Needs
+from ckpttool.extensions.merging.api import AveragedSource as AveragedSource
+from ckpttool.extensions.merging.api import AverageReport as AverageReport
+from ckpttool.extensions.merging.api import average as average
 from ckpttool.extensions.stats.api import stats as stats
 from ckpttool.extensions.stats.statistics import Statistics as Statistics
 from ckpttool.extensions.stats.statistics import TensorStats as TensorStats
@@ -94,3 +95,10 @@ class _PruneOptions(typing.TypedDict, total=False):
 
     thin: str | None
     thin_every: int | None
+
+class _ConsolidateOptions(typing.TypedDict, total=False):
+    """Options of ``consolidate`` that extensions add."""
+
+    merge_lora: bool
+    base: Source | None
+    adapter: collections.abc.Sequence[str]

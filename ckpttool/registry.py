@@ -26,6 +26,8 @@ class Command(NamedTuple):
     """The command of the core that the help lists before it."""
     module: str
     """Module to import when the command is called."""
+    words: tuple[str, ...] = ()
+    """Names of the command in other tools, for which the command line suggests it."""
 
 
 class Format(NamedTuple):
@@ -75,8 +77,8 @@ class Option(NamedTuple):
     """The parameter; the option of the command is spelled with hyphens."""
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
-    module: str
-    """Module to import when it is given: its function of the same name is called with all options of the module."""
+    code: str
+    """Function or class to import when it is given: it is called with all given options that have it."""
     before: str
     """The parameter of the core before which signature and docstring list it."""
     annotation: str
@@ -130,12 +132,57 @@ class Extension(NamedTuple):
 EXTENSIONS = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
+    Extension(
+        "merging",
+        commands=(Command("average", "Export", "consolidate", "ckpttool.extensions.merging.command", ("mean", "ema")),),
+        options=(
+            Option(
+                "merge_lora",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="bool",
+                default=False,
+                text="Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the "
+                "output has the base model's names.",
+                after="adapter_only",
+                section="LoRA",
+                help="Merge the trained LoRA adapter into the base model, as PEFT does.",
+            ),
+            Option(
+                "base",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Source | None",
+                default=None,
+                text="The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.",
+                after="merge_lora",
+                section="LoRA",
+                help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]",
+                metavar="SRC",
+            ),
+            Option(
+                "adapter",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Sequence[str]",
+                default=(),
+                text="Names of the adapters to merge, if there are several.",
+                after="base",
+                section="LoRA",
+                help="Adapter to merge, if there are several (repeatable).",
+                metavar="NAME",
+            ),
+        ),
+    ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
         "rank_files",
         formats=(
             Format(
-                "ckpttool.extensions.rank_files.reader:read_rank_files",
+                "ckpttool.extensions.rank_files.reader.read_rank_files",
                 {"rank files": "FSDP2 files of single ranks, over {ranks}"},
                 numbered=True,
             ),
@@ -143,11 +190,11 @@ EXTENSIONS = (
         targets=(
             Target(
                 "ranks",
-                "ckpttool.extensions.rank_files.conversion:plan",
+                "ckpttool.extensions.rank_files.conversion.plan",
                 "the ranks of FSDP2",
                 options=("world_size", "buffers", "layout", "mesh", "device", "torch"),
                 layouts=("verl", "accelerate"),
-                checker="ckpttool.extensions.rank_files.conversion:check",
+                checker="ckpttool.extensions.rank_files.conversion.check",
             ),
         ),
     ),
@@ -159,7 +206,7 @@ EXTENSIONS = (
             Option(
                 "thin",
                 ("prune",),
-                "ckpttool.extensions.thinning.action:Thin",
+                "ckpttool.extensions.thinning.action.Thin",
                 before="torn",
                 annotation="str | None",
                 default=None,
@@ -172,7 +219,7 @@ EXTENSIONS = (
             Option(
                 "thin_every",
                 ("prune",),
-                "ckpttool.extensions.thinning.action:Thin",
+                "ckpttool.extensions.thinning.action.Thin",
                 before="torn",
                 annotation="int | None",
                 default=None,
@@ -184,7 +231,7 @@ EXTENSIONS = (
             Option(
                 "thin",
                 ("CheckpointManager",),
-                "ckpttool.extensions.thinning.action:Thin",
+                "ckpttool.extensions.thinning.action.Thin",
                 before="layout",
                 annotation="str | None",
                 default=None,
@@ -194,7 +241,7 @@ EXTENSIONS = (
             Option(
                 "thin_every",
                 ("CheckpointManager",),
-                "ckpttool.extensions.thinning.action:Thin",
+                "ckpttool.extensions.thinning.action.Thin",
                 before="layout",
                 annotation="int | None",
                 default=None,
@@ -203,7 +250,7 @@ EXTENSIONS = (
             ),
         ),
         retention=Retention(
-            ("thin", "thin_every"), ".ckpttool-thinning", "ckpttool.extensions.thinning.replacement:recover"
+            ("thin", "thin_every"), ".ckpttool-thinning", "ckpttool.extensions.thinning.replacement.recover"
         ),
     ),
 )  # fmt: skip
@@ -228,8 +275,8 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
 
 
 def imported(code: str) -> Any:
-    """Import a function or class by its module, a colon and its name."""
-    module, _, name = code.partition(":")
+    """Import a function or class by its module and name."""
+    module, _, name = code.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
@@ -272,7 +319,7 @@ def with_options(described: F) -> F:
 
 
 def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
-    """Call the modules of the given options of a function; return the result of each module.
+    """Call the code of the given options of a function; return the result of each.
 
     Args:
         function: Its qualified name.
@@ -282,11 +329,10 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
         TypeError: No extension that is present has an option of that name.
     """
     options = {option.name: option for option in options_of(function)}
-    modules: dict[str, dict[str, Any]] = {}
+    calls: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if value != options[name].default:
-            modules.setdefault(options[name].module, {})[name] = value
-    called = function.rpartition(".")[2]
-    return [getattr(importlib.import_module(module), called)(**values) for module, values in modules.items()]
+            calls.setdefault(options[name].code, {})[name] = value
+    return [imported(code)(**values) for code, values in calls.items()]

@@ -20,7 +20,7 @@ STUB = Path(ckpttool.__file__).with_suffix(".pyi")
 MANY = Option(
     "names",
     ("Holder.write", "write"),
-    __name__,
+    f"{__name__}.changed",
     before="last",
     annotation="Sequence[str]",
     default=(),
@@ -33,7 +33,7 @@ MANY = Option(
 FLAG = MANY._replace(name="twice", annotation="bool", default=False, text="Write twice.", after="names", metavar=None)
 
 
-def write(**given: Any) -> dict[str, Any]:
+def changed(**given: Any) -> dict[str, Any]:
     """Does what the options of an extension ask for."""
     return given
 
@@ -87,7 +87,7 @@ def test_a_function_without_options_of_extensions_refuses_them() -> None:
 
 
 @pytest.mark.usefixtures("rows")
-def test_the_module_of_given_options_is_called_with_them() -> None:
+def test_the_code_of_given_options_is_called_with_them() -> None:
     function = _holder().write
     assert function(1, names=("a",), twice=True) == [{"names": ("a",), "twice": True}]
     assert function(1, names=("a",), twice=False) == [{"names": ("a",)}]
@@ -110,7 +110,7 @@ def test_a_command_has_the_options_of_its_rows() -> None:
 @pytest.mark.parametrize("row", EXTENSIONS, ids=[row.name for row in EXTENSIONS])
 def test_rows_are_listed_where_they_say(row: Extension) -> None:
     for option in row.options:
-        assert option.module.startswith(f"ckpttool.extensions.{row.name}.")
+        assert option.code.startswith(f"ckpttool.extensions.{row.name}.")
         for name in option.functions:
             if name in COMMANDS and option.help:
                 command = cli.get_command(click.Context(cli), name)
@@ -131,4 +131,5 @@ def test_the_stub_lists_the_options_of_each_function() -> None:
     for name in sorted(functions):
         class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))
         for option in options_of(name):
-            assert stub[f"_{class_name}Options", option.name].replace("typing.", "") == option.annotation
+            annotation = stub[f"_{class_name}Options", option.name]
+            assert re.sub(r"typing\.|collections\.abc\.", "", annotation) == option.annotation

@@ -139,7 +139,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "buffers",
     ),
     "Choice of tensors": ("include", "exclude", "exclude_frozen", "optimizer"),
-    "LoRA": ("adapter_only", "merge_lora", "base", "adapter"),
+    "LoRA": ("adapter_only",),
     "Names": ("rename", "rename_map"),
     "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
     "Resources": ("jobs", "memory", "ray", "ray_address", "storage_options"),

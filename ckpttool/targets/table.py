@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 _CORE = (
     Target(
         "zero",
-        "ckpttool.targets.conversions:for_zero",
+        "ckpttool.targets.conversions.for_zero",
         "load_checkpoint",
         options=("world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "dtype", "buffers"),
-        checker="ckpttool.targets.conversions:check_zero",
+        checker="ckpttool.targets.conversions.check_zero",
     ),
-    Target("universal", "ckpttool.targets.conversions:for_universal", "load_universal"),
+    Target("universal", "ckpttool.targets.conversions.for_universal", "load_universal"),
     Target(
         "dcp",
-        "ckpttool.targets.conversions:for_dcp",
+        "ckpttool.targets.conversions.for_dcp",
         "torch.distributed.checkpoint",
         options=("layout",),
         layouts=("nested", "flat", "app", "accelerate", "torchtitan", "lightning"),
