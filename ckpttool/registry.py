@@ -6,10 +6,11 @@ an extension is imported when it is used. Without its folder, its addresses and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class Command(NamedTuple):
@@ -34,12 +35,24 @@ class Extension(NamedTuple):
     """Its commands."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
+    after_capture: str = ""
+    """Function that every rank calls at a save with the captured state; returns a ``saving.two_phase.Record``."""
+    before_load: str = ""
+    """Function that every rank calls before a load reads; it may raise an error."""
+    after_load: str = ""
+    """Function that every rank calls after a load; it returns the report, or raises an error on all ranks."""
 
 
-EXTENSIONS = (
+EXTENSIONS: tuple[Extension, ...] = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
+    Extension(
+        "proof",
+        after_capture="ckpttool.extensions.proof.hooks.after_capture",
+        before_load="ckpttool.extensions.proof.hooks.before_load",
+        after_load="ckpttool.extensions.proof.hooks.after_load",
+    ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
 )  # fmt: skip
@@ -61,3 +74,9 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
             found[section][name] = module
             found[section] |= {c.name: c.module for c in commands if (c.section, c.after) == (section, name)}
     return found
+
+
+def functions_at(point: str) -> list[Callable[..., Any]]:
+    """Return the functions of extensions that the core calls at a point of a save or a load, such as "after_load"."""
+    addresses = [getattr(extension, point).rpartition(".") for extension in EXTENSIONS]
+    return [getattr(importlib.import_module(module), name) for module, _, name in addresses if module]

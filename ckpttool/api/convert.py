@@ -19,7 +19,7 @@ from ckpttool.formats.dcp import METADATA
 from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
-from ckpttool.model.state_digest import STEP
+from ckpttool.model.items import STEP
 from ckpttool.plan.builder import sample_checks
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 

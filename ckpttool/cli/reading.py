@@ -189,7 +189,7 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
     """
     import ckpttool
     from ckpttool.cli._output import print_blocks, print_json, progress_bar
-    from ckpttool.model.state_digest import tensor_table
+    from ckpttool.model.items import tensor_table
 
     with progress_bar("digest") as progress:
         found = ckpttool.digest(src, progress=progress, **options.chosen(given))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.model.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, merge
-from ckpttool.model.state_digest import Item, TensorDigest
+from ckpttool.extensions.proof.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, merge
+from ckpttool.model.items import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
 

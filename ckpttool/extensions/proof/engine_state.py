@@ -18,30 +18,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ckpttool.analysis.digest import SCALER
 from ckpttool.errors import PlanError
-from ckpttool.integrations.deepspeed.engine import OFFLOAD, has_optimizer, micro_batches, shape_of
-from ckpttool.integrations.torch.live import (
+from ckpttool.extensions.proof.comparison import Scope
+from ckpttool.extensions.proof.file_state import SCALER
+from ckpttool.extensions.proof.live_state import (
     LiveState,
-    Piece,
     SavedDigests,
+    is_whole,
     number_of,
     options_of,
     scheduler_values,
-    tensor_text,
     type_of,
-    wrapped_class,
 )
+from ckpttool.extensions.proof.rank_digest import MOMENTUM, OF_OTHER_FORM
+from ckpttool.extensions.proof.state_digest import GATHERED, MICRO_BATCHES, SCALE
+from ckpttool.integrations.deepspeed.engine import (
+    OFFLOAD,
+    has_optimizer,
+    inspect_engine,
+    micro_batches,
+    shape_of,
+    whole_layers,
+)
+from ckpttool.integrations.torch.digest import tensor_text
+from ckpttool.integrations.torch.live import Piece, wrapped_class
 from ckpttool.model import MODULE
+from ckpttool.model.items import NOT_COMPARED, STEP, WEIGHTS, canonical
 from ckpttool.model.names import plain_name
-from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM
-from ckpttool.model.state_digest import GATHERED, MICRO_BATCHES, NOT_COMPARED, SCALE, STEP, WEIGHTS, canonical
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ckpttool.integrations.deepspeed.capture import EngineFiles
     from ckpttool.integrations.deepspeed.engine import LiveEngine
+    from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
+    from ckpttool.integrations.deepspeed.run import CapturedEngine
+    from ckpttool.integrations.live.report import LoadReport
+    from ckpttool.integrations.live.request import Save
     from ckpttool.saving.files import Payload
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
@@ -76,7 +88,7 @@ def check_provable(live: LiveEngine) -> None:
         raise PlanError("the engine", f"has {why}: its state cannot be digested in place", "leave out prove")
 
 
-def engine_state(live: LiveEngine) -> LiveState:
+def live_state(live: LiveEngine) -> LiveState:
     """Return the live state of an engine on this rank.
 
     Raises:
@@ -126,27 +138,35 @@ def engine_state(live: LiveEngine) -> LiveState:
     )
 
 
-def saved_digests(state: LiveState, captured: EngineFiles, rank: int, *, waits: bool) -> SavedDigests:
+def saved_digests(captured: CapturedEngine, save: Save, rank_state: Any, rank: int, *, waits: bool) -> SavedDigests:
     """Return the digests that a save records, of the bytes that this rank writes.
 
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
     state, but not the module's copies of stage 3 if the train loop continues, which a load makes from the masters.
 
     Args:
-        state: The live state of this rank.
-        captured: The captured files.
+        captured: The captured state.
+        save: The arguments of the save.
+        rank_state: The state of this rank that the user gives; None without one.
         rank: Number of this rank.
         waits: Whether the train loop waits for the save.
+
+    Raises:
+        PlanError: The engine has a form whose parts cannot be located.
     """
-    memory = sorted(captured.memory, key=lambda held: held[0])
+    with whole_layers(captured.live.engine):
+        state = live_state(captured.live).with_given(save.client_state, rank_state)
+    left_out = {*state.frozen} if save.exclude_frozen else set()
+    memory = sorted(captured.files.memory, key=lambda held: held[0])
     pieces: list[Piece] = []
     held: dict[int, Piece] = {}
     for piece in state.pieces:
-        if piece.key == GATHERED or not (piece.tensor.numel() or piece.whole):
+        whole = is_whole(piece)
+        if piece.name in left_out or piece.key == GATHERED or not (piece.tensor.numel() or whole):
             continue
         if (copy := _in_file(piece, memory)) is not None:
             held[len(pieces)] = copy
-        elif (piece.whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name))) or (
+        elif (whole and rank and not (piece.is_buffer or _EXPERT.fullmatch(piece.name))) or (
             piece.key == MODULE and not waits
         ):
             continue
@@ -165,6 +185,33 @@ def _in_file(piece: Piece, memory: Sequence[tuple[int, Payload]]) -> Piece | Non
     if start + nbytes > payload.nbytes:
         return None
     return replace(piece, tensor=torch.frombuffer(payload.read(start, start + nbytes), dtype=tensor.dtype))
+
+
+def is_on_accelerator(live: LiveEngine) -> bool:
+    """Return whether the state of an engine is on an accelerator, and can be digested in place."""
+    return live.engine.device.type != "cpu" and not unprovable(live)
+
+
+def read_again(live: LiveEngine) -> LiveState:
+    """Return the live state of an engine whose hyper-parameters a load has changed."""
+    return live_state(inspect_engine(live.engine))
+
+
+def scope_of(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadReport) -> Scope:
+    """Return the part of the state that a load has restored."""
+    fitted = prepared.fitted
+    without = {"module"} if live.dtype != prepared.checkpoint.dtype else set()
+    without |= set() if report.scheduler else {"scheduler"}
+    without |= set() if report.loss_scale else {"loss_scale"}
+    without |= {"groups"} if report.groups_kept else set()
+    return Scope(
+        weights_only=report.weights_only,
+        without_optimizer=not (report.optimizer or report.weights_only),
+        without=frozenset(without),
+        without_names=frozenset(report.unexpected),
+        without_states_of=frozenset() if fitted is None else fitted.fresh,
+        casts=report.method == "planned",
+    )
 
 
 class _Reader:

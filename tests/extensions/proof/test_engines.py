@@ -415,3 +415,24 @@ def test_states_of_padding_alone_are_compared(tmp_path: Path) -> None:
     for same, lost in itertools.chain(*each_on_ranks(_padding, jobs, tmp_path).values()):
         assert same.startswith("proven: ")
         assert "exp_avg of one is missing on rank 1" in lost
+
+
+def _values(job: dict[str, Any], directory: Path) -> str:
+    import torch
+
+    from tests.deepspeed.test_matching import _trained
+    from tests.extensions.proof.test_comparison import VALUES
+
+    values = {f"v{n}": first for n, (first, _) in enumerate(VALUES)}
+    engine = _trained(torch.nn.Linear(8, 8), torch.optim.AdamW, 1)
+    manager = ckpttool.CheckpointManager(directory / job["id"], allow=["argparse.Namespace", "decimal.Decimal"])
+    manager.save(engine, client_state=values, rank_state=values)
+    manager.restore(engine, prove=True)
+    assert manager.restored is not None
+    return str(manager.restored.proof)
+
+
+def test_values_of_every_type_that_a_restore_returns_are_proven(tmp_path: Path) -> None:
+    for proof in each_on_ranks(_values, [{"id": "a", "world_size": 2}], tmp_path)["a"]:
+        assert "client_state, rank_state;" in proof
+        assert "not compared" not in proof

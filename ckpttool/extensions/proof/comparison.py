@@ -7,52 +7,54 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpttool.analysis.digest import not_read
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.formats import LIVE_ORDER
-from ckpttool.messages import printable
-from ckpttool.model import MODULE
-from ckpttool.model.names import renames
-from ckpttool.model.rank_digest import MOMENTUM, OF_OTHER_FORM, UNLIKE, merge, on_ranks
-from ckpttool.model.state_digest import (
+from ckpttool.extensions.proof.file_state import not_read
+from ckpttool.extensions.proof.rank_digest import MOMENTUM, OF_OTHER_FORM, UNLIKE, merge, on_ranks
+from ckpttool.extensions.proof.state_digest import (
     FROZEN,
     MEMBER,
     MICRO_BATCHES,
-    NOT_COMPARED,
-    OPTION,
     PYTHON,
     SCALE,
-    STATE,
-    STEP,
     TIE,
     TRAINED,
     TYPE,
     UNKNOWN,
     VALUE,
-    WEIGHTS,
-    Item,
-    Mismatch,
     StateDigest,
-    TensorDigest,
-    canonical,
-    difference,
-    equal_values,
     items_of_state,
     leaves,
     once,
     other_values,
+)
+from ckpttool.formats import LIVE_ORDER
+from ckpttool.messages import printable
+from ckpttool.model import MODULE
+from ckpttool.model.items import (
+    NOT_COMPARED,
+    OPTION,
+    STATE,
+    STEP,
+    WEIGHTS,
+    Item,
+    Mismatch,
+    TensorDigest,
+    canonical,
+    difference,
+    equal_values,
     paired,
     tied_names,
 )
+from ckpttool.model.names import renames
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from ckpttool.extensions.proof.rank_digest import Merged, RankDigest
     from ckpttool.model import Checkpoint
-    from ckpttool.model.rank_digest import Merged, RankDigest
-    from ckpttool.model.state_digest import Fact
+    from ckpttool.model.items import Fact
 
 _COUNTED = frozenset({"global_steps", "global_samples", "skipped_steps"})
 """Counters of DeepSpeed's engine, which other models do not have."""

@@ -9,34 +9,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.analysis.digest import state_digest, tensor_digests
+from ckpttool.analysis.digest import tensor_digests
 from ckpttool.analysis.extract import read_part
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, ProofError
+from ckpttool.extensions.proof.comparison import Comparison, Scope, compare
+from ckpttool.extensions.proof.file_state import state_digest
+from ckpttool.extensions.proof.rank_digest import EXPERT, RankDigest, merge
+from ckpttool.extensions.proof.state_digest import StateDigest
 from ckpttool.formats import LIVE_ORDER, Opening, in_order, open_checkpoint, source_paths, source_storage
-from ckpttool.integrations.state_comparison import Comparison, Scope, compare
+from ckpttool.integrations.live.choice import is_engine
 from ckpttool.messages import brief
 from ckpttool.model import MODULE
+from ckpttool.model.items import WEIGHTS, Mismatch, TensorDigest, canonical, difference
 from ckpttool.model.names import with_names_of
-from ckpttool.model.rank_digest import EXPERT, RankDigest, merge
 from ckpttool.model.selection import contents, find
-from ckpttool.model.state_digest import (
-    WEIGHTS,
-    Mismatch,
-    StateDigest,
-    TensorDigest,
-    canonical,
-    difference,
-)
 from ckpttool.plan.casts import cast
 from ckpttool.saving.coordination import TIMEOUT, attempt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ckpttool.extensions.proof.live_state import LiveState
     from ckpttool.formats import Source
-    from ckpttool.integrations.torch.live import LiveState, Piece
+    from ckpttool.integrations.torch.live import Piece
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
 
@@ -302,7 +299,7 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
     """Return the first and last index in the whole tensor, and the number, of elements that differ from the files."""
     import numpy as np
 
-    from ckpttool.integrations.torch.live import as_array
+    from ckpttool.integrations.torch.digest import as_array
 
     aliases = [alias for alias, name in checkpoint.aliases.items() if name == piece.name]
     own = {p.name: p.states for p in checkpoint.parameters}
@@ -326,28 +323,30 @@ def _different_range(checkpoint: Checkpoint, piece: Piece) -> list[int] | None:
 def _state_of(model: Any, optimizer: Any, scheduler: Any, extra: Any = None) -> LiveState:
     """Return the live state of this rank."""
     optimizer = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
     if optimizer is not None and not optimizers:
         raise ArgumentError("optimizer", "is an empty list", "pass the optimizers, or leave it out")
-    if optimizer is not None and not all(hasattr(one, "param_groups") for one in optimizers):
+    if not all(hasattr(one, "param_groups") for one in optimizers):
         raise ArgumentError("optimizer", f"is {brief(optimizer)}, not an optimizer", "pass the object, not its state")
     schedulers = scheduler.values() if isinstance(scheduler, Mapping) else [scheduler]
     if scheduler is not None and not all(hasattr(one, "state_dict") for one in schedulers):
         raise ArgumentError("scheduler", f"is {brief(scheduler)}, not a scheduler", "pass the object, not its state")
-    if hasattr(model, "zero_optimization_stage"):
+    if is_engine(model):
+        from ckpttool.extensions.proof import engine_state
+        from ckpttool.extensions.proof.live_state import scheduler_values
         from ckpttool.integrations.deepspeed.engine import inspect_engine, whole_layers
-        from ckpttool.integrations.deepspeed.live_state import engine_state
-        from ckpttool.integrations.torch.live import scheduler_values
 
         with whole_layers(model):
-            state = engine_state(inspect_engine(model))
+            state = engine_state.live_state(inspect_engine(model))
         own = model.lr_scheduler
         return replace(state, values={**state.values, **(scheduler_values(scheduler) if own is None else {})})
-    from ckpttool.integrations.torch.live import live_state
-    from ckpttool.integrations.torch.live_run import checked_extra, one_module
+    from ckpttool.extensions.proof.torch_state import live_state
+    from ckpttool.integrations.torch.live import named_tensors
+    from ckpttool.integrations.torch.live_run import LiveRun, checked_extra, one_module
 
-    states = {name: one.state_dict() for name, one in checked_extra(extra).items()}
-    return live_state(one_module(model), optimizer, scheduler, states)
+    others = checked_extra(extra)
+    several = scheduler if isinstance(scheduler, Mapping) else {"": scheduler}
+    return live_state(LiveRun(named_tensors(one_module(model)), optimizers, several, others))
 
 
 def _error(path: str, problems: Sequence[Mismatch]) -> ProofError:

@@ -313,7 +313,7 @@ def test_a_save_without_digests_warns(tmp_path: Path) -> None:
 
 
 def _undigested(job: dict[str, Any], directory: Path) -> str:
-    from ckpttool.integrations.deepspeed import live_state
+    from ckpttool.extensions.proof import engine_state
 
     net = torch.nn.Linear(4, 4)
     engine = _engine(net, torch.optim.AdamW(net.parameters()), 1)
@@ -321,7 +321,7 @@ def _undigested(job: dict[str, Any], directory: Path) -> str:
     def fail(live: Any) -> Any:
         raise RuntimeError("no")
 
-    live_state.engine_state = fail
+    engine_state.live_state = fail
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
     handler.setLevel(logging.WARNING)

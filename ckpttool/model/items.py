@@ -1,37 +1,24 @@
-"""The digests and numbers of a training state, which a save records and a proof compares with the live state."""
+"""The items of a training state, and their values: digests of tensors, and text of all others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ckpttool.blocks import Line, Shown, Table
+from ckpttool.blocks import Table
 from ckpttool.digests import kind_of
 from ckpttool.messages import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from ckpttool.blocks import Block
+    from collections.abc import Callable
 
 A = TypeVar("A")
 B = TypeVar("B")
 WEIGHTS = "weights"
 """A parameter's weights (the master, or the module's copy if it is newer or the only one), or a buffer's values."""
-
-
-GATHERED = "gathered"
-"""State of live weights that a rank keeps whole beside its partition, as ZeRO-3 does with small parameters."""
 STEP = "step"
 """The number that counts steps of the optimizer."""
-SCALE = "loss_scale"
-"""Name of the loss scale where none belongs to the type and it is not 1, as in bf16; begins its other names in fp16."""
-MICRO_BATCHES = "micro_batches"
-"""The number of micro batches since the last step; a state without any has no such value."""
-NOT_HYPERPARAMETERS = frozenset({"params", "param_names", "name"})
-"""Keys of a parameter group that say which parameters it has."""
 SHOWN = 60
 """Most characters of a value in a message."""
 NOT_COMPARED = "?"
@@ -82,20 +69,8 @@ class Item(NamedTuple):
 
 STATE = "state"
 """Kind of the tensors and numbers of a parameter or a buffer."""
-TYPE = "type"
-"""Kind of the types of a parameter's numbers: "F32" of a tensor, or PYTHON."""
-PYTHON = "a Python number"
-TIE = "tied"
-"""Kind of the items of the other names of tied parameters."""
-MEMBER = "member"
-"""Kind of the items that say which parameters the optimizer has: TRAINED, FROZEN or UNKNOWN."""
-TRAINED = "trained"
-FROZEN = "frozen"
-UNKNOWN = "in a group"
 OPTION = "option"
 """Kind of the hyper-parameters of a parameter."""
-VALUE = "value"
-"""Kind of the values of a run."""
 
 
 def tied_names(*aliases: Mapping[str, str]) -> dict[str, list[str]]:
@@ -154,7 +129,7 @@ def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
         return f"is missing{on}"
     if not isinstance(saved, TensorDigest) or not isinstance(live, TensorDigest):
         return "" if saved == live else f"is {told(live)}{on}, but was saved as {told(saved)}"
-    if not _same_form(saved, live):
+    if not same_form(saved, live):
         return f"is {told(live)}{on}, but was saved as {told(saved)}"
     types = "" if saved.dtype == live.dtype else f": it is {live.dtype}, and was {saved.dtype}"
     if saved.value != live.value:
@@ -162,7 +137,7 @@ def difference(saved: Fact | None, live: Fact | None, on: str = "") -> str:
     return f"has another type than was saved, with equal values{on}{types}" if types else ""
 
 
-def _same_form(a: TensorDigest, b: TensorDigest) -> bool:
+def same_form(a: TensorDigest, b: TensorDigest) -> bool:
     """Return whether two tensors have one shape, and types whose equal values have one digest."""
     same = a.shape == b.shape or {a.shape, b.shape} == {(), (1,)}  # universal: no 0-dim tensors
     return same and kind_of(a.dtype) == kind_of(b.dtype)
@@ -172,12 +147,7 @@ def equal_values(a: Fact | None, b: Fact | None) -> bool:
     """Return whether two values are equal, tensors of any type."""
     if not isinstance(a, TensorDigest) or not isinstance(b, TensorDigest):
         return a == b
-    return _same_form(a, b) and a.value == b.value
-
-
-def other_values(a: Fact | None, b: Fact | None) -> bool:
-    """Return whether two tensors have one form and other values."""
-    return isinstance(a, TensorDigest) and isinstance(b, TensorDigest) and _same_form(a, b) and a.value != b.value
+    return same_form(a, b) and a.value == b.value
 
 
 Fact = TensorDigest | str
@@ -207,15 +177,6 @@ class Mismatch(NamedTuple):
         return f"{self.key}{' of ' if self.name else ''}{self.name} {self.problem}"
 
 
-def once(found: Iterable[tuple[Item, str, bool]]) -> list[Mismatch]:
-    """Return mismatches of items; of a hyper-parameter one for all parameters with the same problem."""
-    result: dict[tuple[str, str, str], Mismatch] = {}
-    for item, problem, of_values in found:
-        owner = "" if item.kind == OPTION else item.name
-        result.setdefault((item.key, owner, problem), Mismatch(item.key, item.owner, problem, of_values))
-    return list(result.values())
-
-
 def tensor_table(tensors: Mapping[str, Mapping[str, TensorDigest]]) -> Table:
     """Return a row for each tensor, from digests by state and name."""
     rows = [[name, key, *str(one).split()] for key, own in tensors.items() for name, one in own.items()]
@@ -223,108 +184,9 @@ def tensor_table(tensors: Mapping[str, Mapping[str, TensorDigest]]) -> Table:
     return Table(columns, rows, whole=["type", "shape", "digest"], rare=["shape", "type"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateDigest(Shown):
-    """The digests and numbers of a training state, the same for every number of ranks, ZeRO stage and file format."""
-
-    tensors: Mapping[str, Mapping[str, TensorDigest]]
-    """Digests by state ("weights", "module", "exp_avg") and name of the parameter or buffer."""
-    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """States that are one number for a parameter, such as "step", by state and name."""
-    types: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Types of the numbers, by state and name; without those that are unknown."""
-    groups: Sequence[Mapping[str, str]] = ()
-    """Hyper-parameters of each optimizer group, as ``canonical`` text."""
-    group_of: Mapping[str, int] = field(default_factory=dict)
-    """Index of each trained parameter's group."""
-    values: Mapping[str, str] = field(default_factory=dict)
-    """Other values by name, as ``canonical`` text: counters, scheduler, loss scale, client state."""
-    frozen: frozenset[str] | None = None
-    """Parameters of a group that need no gradient; None if unknown."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of tied parameters; a checkpoint records them beside its digests."""
-    differing: frozenset[str] | None = None
-    """Buffers and values that were not the same on all ranks, whose first rank's are here; None if unknown."""
-
-    @property
-    def count(self) -> int:
-        """Number of tensors."""
-        return sum(map(len, self.tensors.values()))
-
-    def blocks(self) -> Iterator[Block]:
-        """Yield one row for each tensor, then how many numbers and other values there are."""
-        yield tensor_table(self.tensors)
-        yield Line(f"{self.count} tensors, {sum(map(len, self.numbers.values()))} numbers, {len(self.values)} values")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the digests as JSON data."""
-        return {
-            "tensors": {key: {n: str(d) for n, d in found.items()} for key, found in self.tensors.items()},
-            "numbers": {key: _packed(found) for key, found in self.numbers.items()},
-            **({"types": {key: _packed(found) for key, found in self.types.items()}} if self.types else {}),
-            "groups": [dict(options) for options in self.groups],
-            "group_of": _packed(self.group_of),
-            "values": dict(self.values),
-            **({} if self.frozen is None else {"frozen": sorted(self.frozen)}),
-            **({} if self.differing is None else {"differing": sorted(self.differing)}),
-        }
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> StateDigest:
-        """Return the digests of ``to_json``.
-
-        Raises:
-            ValueError: The data is not of that form; also KeyError, TypeError and AttributeError.
-        """
-        return cls(
-            tensors={
-                str(key): {str(name): TensorDigest.parse(text) for name, text in own.items()}
-                for key, own in found["tensors"].items()
-            },
-            numbers={str(key): _unpacked(own, float) for key, own in found["numbers"].items()},
-            types={str(key): _unpacked(own, str) for key, own in found.get("types", {}).items()},
-            groups=[{str(k): str(v) for k, v in options.items()} for options in found["groups"]],
-            group_of=_unpacked(found["group_of"], int),
-            values={str(name): str(text) for name, text in found["values"].items()},
-            frozen=frozenset(map(str, found["frozen"])) if "frozen" in found else None,
-            differing=frozenset(map(str, found["differing"])) if "differing" in found else None,
-        )
-
-
-def items_of_state(state: StateDigest) -> dict[Item, Fact]:
-    """Return all digests and numbers by item: numbers, hyper-parameters and values as ``canonical`` text."""
-    result: dict[Item, Fact] = {}
-    for key, tensors in state.tensors.items():
-        result.update((Item(STATE, key, name), one) for name, one in tensors.items())
-    for key, numbers in state.numbers.items():
-        result.update((Item(STATE, key, name), canonical(number)) for name, number in numbers.items())
-    for key, types in state.types.items():
-        result.update((Item(TYPE, key, name), one) for name, one in types.items())
-    result.update((Item(TIE, WEIGHTS, name), TIE) for name in state.aliases)
-    frozen = {*(state.frozen or ())}
-    for name, group in state.group_of.items():
-        trained = UNKNOWN if state.frozen is None else FROZEN if name in frozen else TRAINED
-        result[Item(MEMBER, WEIGHTS, name)] = trained
-        result.update((Item(OPTION, key, name), text) for key, text in state.groups[group].items())
-    result.update((Item(VALUE, name), text) for name, text in state.values.items())
-    return result
-
-
 def short(text: str) -> str:
     """Return a value's text for a message."""
     return printable(text if len(text) <= SHOWN else text[: SHOWN - 3] + "...")
-
-
-def _packed(numbers: Mapping[str, float | str]) -> list[list[Any]]:
-    """Return numbers or types by name as JSON data: each one with its names."""
-    found: dict[str, list[Any]] = {}  # by text: 0.0 equals -0.0, and NaN not itself
-    for name, number in numbers.items():
-        found.setdefault(repr(number), [number, []])[1].append(name)
-    return list(found.values())
-
-
-def _unpacked(found: Sequence[Sequence[Any]], kind: Callable[[Any], A]) -> dict[str, A]:
-    return {str(name): kind(number) for number, names in found for name in names}
 
 
 def canonical(value: Any, tensor: Callable[[Any], str | None] | None = None) -> str:
@@ -348,37 +210,6 @@ def canonical(value: Any, tensor: Callable[[Any], str | None] | None = None) -> 
     import hashlib  # importing it takes longer than reading most checkpoints
 
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
-
-
-def leaves(path: str, value: Any, tensor: Callable[[Any], str | None] | None = None) -> dict[str, str]:
-    """Return the items of nested dicts and lists as ``canonical`` text, by "path.key.0".
-
-    Args:
-        path: Path of the value.
-        value: The data.
-        tensor: As for ``canonical``.
-    """
-    if value is None or (isinstance(value, Mapping | list | tuple) and not value):
-        return {}
-    return _leaves(path, value, tensor)
-
-
-def _leaves(path: str, value: Any, tensor: Callable[[Any], str | None] | None) -> dict[str, str]:
-    if isinstance(value, Mapping) and value:
-        pairs = items_of(value)
-    elif isinstance(value, list | tuple) and value:
-        pairs = [(str(n), item) for n, item in enumerate(value)]
-    else:
-        return {path: canonical(value, tensor)}
-    return {name: text for key, item in pairs for name, text in _leaves(f"{path}.{key}", item, tensor).items()}
-
-
-def items_of(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """Return the items of a mapping by their keys as text; a key of another type than another's text is quoted."""
-    return [
-        (key if isinstance(key, str) else repr(key) if str(key) in values else str(key), item)
-        for key, item in values.items()
-    ]
 
 
 class _NoTextError(Exception):

@@ -17,11 +17,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from ckpttool.extensions.proof.comparison import Comparison, Reason, Scope, compare  # noqa: E402
+from ckpttool.extensions.proof.live_state import LiveState, values_of  # noqa: E402
+from ckpttool.extensions.proof.rank_digest import OF_OTHER_FORM, RankDigest, merge  # noqa: E402
+from ckpttool.extensions.proof.state_digest import StateDigest  # noqa: E402
 from ckpttool.formats import open_checkpoint  # noqa: E402  after the check for torch
-from ckpttool.integrations.state_comparison import Comparison, Reason, Scope, compare  # noqa: E402
-from ckpttool.integrations.torch.live import LiveState, Piece, tensor_text, values_of  # noqa: E402
-from ckpttool.model.rank_digest import OF_OTHER_FORM, RankDigest, merge  # noqa: E402
-from ckpttool.model.state_digest import StateDigest, canonical  # noqa: E402
+from ckpttool.integrations.torch.digest import tensor_text  # noqa: E402
+from ckpttool.integrations.torch.live import Piece  # noqa: E402
+from ckpttool.model.items import canonical  # noqa: E402
 from tests import sampling  # noqa: E402
 from tests.truth import source  # noqa: E402
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
     from ckpttool.model import Checkpoint
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 SHAPES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (6, 4), "b.bias": (6,), "scale": (1,)}
 STATES = ("weights", "exp_avg", "exp_avg_sq")
 VALUES: list[tuple[Any, Any]] = [

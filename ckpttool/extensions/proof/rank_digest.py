@@ -15,23 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from ckpttool import digests
+from ckpttool.extensions.proof.state_digest import GATHERED, VALUE, StateDigest, items_of_state, once
 from ckpttool.model import MODULE
-from ckpttool.model.state_digest import (
-    GATHERED,
-    OPTION,
-    STATE,
-    STEP,
-    VALUE,
-    WEIGHTS,
-    Fact,
-    Item,
-    Mismatch,
-    StateDigest,
-    TensorDigest,
-    items_of_state,
-    once,
-    told,
-)
+from ckpttool.model.items import OPTION, STATE, STEP, WEIGHTS, Fact, Item, Mismatch, TensorDigest, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
