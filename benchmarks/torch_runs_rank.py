@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
+from ckpttool import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

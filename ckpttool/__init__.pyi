@@ -1,4 +1,7 @@
-"""The public names; ``__init__.py`` reads them from this file."""
+"""The public names; ``__init__.py`` reads them from this file. The classes are for type checkers alone."""
+
+import collections.abc
+import typing
 
 from ckpttool._version import __version__ as __version__
 from ckpttool.analysis.diff import Difference as Difference
@@ -9,9 +12,6 @@ from ckpttool.analysis.verify import Finding as Finding
 from ckpttool.analysis.verify import VerifyReport as VerifyReport
 from ckpttool.api._run import Written as Written
 from ckpttool.api._run import WrittenFile as WrittenFile
-from ckpttool.api.average import AveragedSource as AveragedSource
-from ckpttool.api.average import AverageReport as AverageReport
-from ckpttool.api.average import average as average
 from ckpttool.api.consolidate import ConsolidateReport as ConsolidateReport
 from ckpttool.api.consolidate import consolidate as consolidate
 from ckpttool.api.convert import ConvertReport as ConvertReport
@@ -48,6 +48,9 @@ from ckpttool.errors import TruncatedError as TruncatedError
 from ckpttool.execution.checks import Check as Check
 from ckpttool.execution.checks import ReadReport as ReadReport
 from ckpttool.execution.destination import Needs as Needs
+from ckpttool.extensions.merging.api import AveragedSource as AveragedSource
+from ckpttool.extensions.merging.api import AverageReport as AverageReport
+from ckpttool.extensions.merging.api import average as average
 from ckpttool.extensions.proof.api import Proof as Proof
 from ckpttool.extensions.proof.api import live_digest as live_digest
 from ckpttool.extensions.proof.api import prove as prove
@@ -80,3 +83,10 @@ from ckpttool.storage.base import Storage as Storage
 from ckpttool.storage.base import StorageSpec as StorageSpec
 from ckpttool.storage.base import WritableStorage as WritableStorage
 from ckpttool.units import Progress as Progress
+
+class _ConsolidateOptions(typing.TypedDict, total=False):
+    """Options of ``consolidate`` that extensions add."""
+
+    merge_lora: bool
+    base: Source | None
+    adapter: collections.abc.Sequence[str]

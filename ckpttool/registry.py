@@ -1,16 +1,18 @@
 """The extensions: features beside the core, each in one folder ``ckpttool/extensions/NAME`` with one row here.
 
-The core imports no extension. It finds commands and public names of extensions by these rows, which are plain strings:
-an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
+The core imports no extension. It finds commands, options and public names of extensions by these rows, which are plain
+values: an extension is imported when it is used. Without its folder, its addresses and its row, the core is whole.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 
 class Command(NamedTuple):
@@ -24,6 +26,38 @@ class Command(NamedTuple):
     """The command of the core that the help lists before it."""
     module: str
     """Module to import when the command is called."""
+    words: tuple[str, ...] = ()
+    """Names of the command in other tools, for which the command line suggests it."""
+
+
+class Option(NamedTuple):
+    """An option that an extension adds to functions, and to the commands of their names.
+
+    Type checkers find it in the ``TypedDict`` of the function in the stub beside ``ckpttool``.
+    """
+
+    name: str
+    """The parameter; the option of the command is spelled with hyphens."""
+    functions: tuple[str, ...]
+    """Qualified names of the functions that have it."""
+    code: str
+    """Function or class to import when it is given: it is called with all given options that have it."""
+    before: str
+    """The parameter of the core before which signature and docstring list it."""
+    annotation: str
+    """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
+    default: Any
+    """Value that means that it is not given."""
+    text: str
+    """Text of the docstring."""
+    after: str = ""
+    """The option after which the help of a command lists it."""
+    section: str = "Options"
+    """Section of that help."""
+    help: str = ""
+    """Text of that help."""
+    metavar: str | None = None
+    """Its value in that help."""
 
 
 class Extension(NamedTuple):
@@ -33,6 +67,8 @@ class Extension(NamedTuple):
     """Name of its folder."""
     commands: tuple[Command, ...] = ()
     """Its commands."""
+    options: tuple[Option, ...] = ()
+    """Its options of functions and commands of the core, in the order in which they are listed."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
     after_capture: str = ""
@@ -46,6 +82,51 @@ class Extension(NamedTuple):
 EXTENSIONS: tuple[Extension, ...] = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
+    Extension(
+        "merging",
+        commands=(Command("average", "Export", "consolidate", "ckpttool.extensions.merging.command", ("mean", "ema")),),
+        options=(
+            Option(
+                "merge_lora",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="bool",
+                default=False,
+                text="Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the "
+                "output has the base model's names.",
+                after="adapter_only",
+                section="LoRA",
+                help="Merge the trained LoRA adapter into the base model, as PEFT does.",
+            ),
+            Option(
+                "base",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Source | None",
+                default=None,
+                text="The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.",
+                after="merge_lora",
+                section="LoRA",
+                help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]",
+                metavar="SRC",
+            ),
+            Option(
+                "adapter",
+                ("consolidate",),
+                "ckpttool.extensions.merging.merge.Merge",
+                before="rename",
+                annotation="Sequence[str]",
+                default=(),
+                text="Names of the adapters to merge, if there are several.",
+                after="base",
+                section="LoRA",
+                help="Adapter to merge, if there are several (repeatable).",
+                metavar="NAME",
+            ),
+        ),
+    ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
         "proof",
@@ -80,3 +161,52 @@ def functions_at(point: str) -> list[Callable[..., Any]]:
     """Return the functions of extensions that the core calls at a point of a save or a load, such as "after_load"."""
     addresses = [getattr(extension, point).rpartition(".") for extension in EXTENSIONS]
     return [getattr(importlib.import_module(module), name) for module, _, name in addresses if module]
+
+
+def options_of(function: str) -> list[Option]:
+    """Return the options that extensions add to a function, or to the command of its name."""
+    return [option for extension in EXTENSIONS for option in extension.options if function in option.functions]
+
+
+def with_options(function: F) -> F:
+    """Add the options of extensions to the signature and the docstring of a function that takes them as ``**given``."""
+    import inspect
+    import re
+    import textwrap
+
+    signature, text = inspect.signature(function), function.__doc__ or ""
+    *parameters, _ = signature.parameters.values()
+    for option in options_of(function.__qualname__):
+        name, default, annotation = option.name, option.default, option.annotation
+        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        parameters.insert([one.name for one in parameters].index(option.before), added)
+        listed = re.search(rf"(?m)^( +){option.before}: ", text)
+        if listed is not None:  # Python may run without docstrings
+            wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
+            text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    function.__annotations__ |= {one.name: one.annotation for one in parameters}
+    del function.__annotations__["given"]
+    function.__doc__ = text
+    return function
+
+
+def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
+    """Call the code of the given options of a function; return the result of each.
+
+    Args:
+        function: Its qualified name.
+        given: The options that it took as ``**given``.
+
+    Raises:
+        TypeError: No extension that is present has an option of that name.
+    """
+    options = {option.name: option for option in options_of(function)}
+    calls: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        if name not in options:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value != options[name].default:
+            calls.setdefault(options[name].code, {})[name] = value
+    named = ((*code.rpartition("."), values) for code, values in calls.items())
+    return [getattr(importlib.import_module(module), name)(**values) for module, _, name, values in named]

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from ckpttool.execution.checks import ReadReport
     from ckpttool.execution.destination import Needs
     from ckpttool.execution.distributed import Workers
+    from ckpttool.formats.sidecars import SidecarFile
     from ckpttool.model import Checkpoint
     from ckpttool.plan import CopyPlan
+    from ckpttool.targets.weight_files import WeightChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,37 @@ class Written:
                 f"warning: {self.overflowed:,} values are too large for {dtype} and became infinite; use bf16 or fp32",
                 color="yellow",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """What a run writes."""
+
+    checkpoint: Checkpoint
+    """The weights and everything else."""
+    companions: tuple[SidecarFile, ...] | None = None
+    """Sidecar files; None for the checkpoint's own."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the user."""
+
+
+class Addition:
+    """What the options of an extension add to a run; a method that an extension does not replace adds nothing."""
+
+    def check(self, chosen: WeightChoice) -> None:
+        """Refuse values that no checkpoint allows, before any file is opened.
+
+        Raises:
+            ArgumentError: There is one.
+        """
+
+    def source(self, run: Run, source: RunSource) -> RunSource:
+        """Return what to write instead of the opened source.
+
+        Raises:
+            CkptError: The options do not fit the source.
+        """
+        return source
 
 
 class Run:

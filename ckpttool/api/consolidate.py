@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpttool.api._run import Run, Written
-from ckpttool.api.merging import merged_source
+from ckpttool.api._run import Run, RunSource, Written
 from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
 from ckpttool.dtypes import short_name
-from ckpttool.errors import ArgumentError
 from ckpttool.formats import Opening, Source, open_checkpoint
+from ckpttool.registry import carry_out, with_options
 from ckpttool.targets.rename_map import read_rename_map
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
 
@@ -20,39 +19,14 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _ConsolidateOptions
+    from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
-    from ckpttool.formats.sidecars import SidecarFile
-    from ckpttool.model import Checkpoint
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress
-
-
-@dataclass(frozen=True, slots=True)
-class _Merge:
-    """The adapters to merge, and the base model to merge them into."""
-
-    merge_lora: bool
-    base: Source | None
-    adapter: Sequence[str]
-
-    def check(self, chosen: WeightChoice) -> None:
-        """Refuse values that no checkpoint allows.
-
-        Raises:
-            ArgumentError: There is one.
-        """
-        for name in ("base", "adapter"):
-            if getattr(self, name) and not self.merge_lora:
-                hint = f"leave out {name}, or set merge_lora=True"
-                raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
-        others = chosen.adapter_only or chosen.exclude_frozen or chosen.optimizer or chosen.weights_from != "masters"
-        if self.merge_lora and others:
-            problem = "writes the merged model, from the fp32 master weights"
-            hint = "leave out adapter_only, exclude_frozen, optimizer and weights_from"
-            raise ArgumentError(
-                "merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "optimizer", "weights_from")
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +55,7 @@ class ConsolidateReport(Shown):
         yield from self.written.weights(self.tied, self.notes, self.dtype)
 
 
+@with_options
 def consolidate(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
@@ -95,9 +70,6 @@ def consolidate(  # noqa: PLR0913  public API
     exclude_frozen: bool = False,
     adapter_only: bool = False,
     optimizer: bool = False,
-    merge_lora: bool = False,
-    base: Source | None = None,
-    adapter: Sequence[str] = (),
     rename: Sequence[str] = (),
     rename_map: Mapping[str, str] | str | os.PathLike[str] | None = None,
     prove: bool = False,
@@ -113,6 +85,7 @@ def consolidate(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    **given: Unpack[_ConsolidateOptions],
 ) -> ConsolidateReport:
     """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
@@ -135,10 +108,6 @@ def consolidate(  # noqa: PLR0913  public API
         optimizer: Also write the optimizer's states, for "safetensors": ``optimizer.safetensors``, from which
             ``convert`` makes a checkpoint to resume from. Weights in fp32 are the master weights; beside others it
             contains these as well.
-        merge_lora: Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the
-            output has the base model's names.
-        base: The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.
-        adapter: Names of the adapters to merge, if there are several.
         rename: Rules for the names in the output, applied in order: "s/PATTERN/REPLACEMENT/" with Python's regular
             expressions (flags g, i), or the name of a ready-made map, such as "module" or "peft".
         rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
@@ -190,25 +159,30 @@ def consolidate(  # noqa: PLR0913  public API
         rename,
         optimizer=optimizer,
     )
-    merge = _Merge(merge_lora, base, adapter)
-    return _consolidate(src, checked_path("out", out), chosen, merge, rename_map, options)
+    additions = carry_out("consolidate", given)
+    return _consolidate(src, checked_path("out", out), chosen, additions, rename_map, options)
 
 
 def _consolidate(
     src: Source,
     out: str,
     chosen: WeightChoice,
-    merge: _Merge,
+    additions: Sequence[Addition],
     rename_map: Mapping[str, str] | str | os.PathLike[str] | None,
     options: Options,
 ) -> ConsolidateReport:
     chosen.check()
-    merge.check(chosen)
+    for addition in additions:
+        addition.check(chosen)
     run = Run(out, options)
     chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.opening.storage_options))
     chosen.check()  # again, with the table of new names
-    checkpoint, companions, notes = _open(src, run, merge, options)
-    made = plan_weight_files(checkpoint, chosen, run.destination.out, companions)
+    (opened,) = run.open([src])
+    source = RunSource(opened)
+    for addition in additions:
+        source = addition.source(run, source)
+    checkpoint = source.checkpoint
+    made = plan_weight_files(checkpoint, chosen, run.destination.out, source.companions)
     selection = made.selection
 
     def verify(directory: str) -> str:
@@ -227,7 +201,7 @@ def _consolidate(
         dtype=chosen.dtype,
         tied=dict(selection.aliases),
         sidecars=made.companions,
-        notes=(*made.notes, *notes, *_rounded(selection)),
+        notes=(*made.notes, *source.notes, *_rounded(selection)),
     )
 
 
@@ -236,19 +210,3 @@ def _rounded(selection: WeightSelection) -> list[str]:
     names = [weight.name for weight in selection.weights if weight.state.dtype == "F64" != weight.dtype]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return [f"rounded from fp64: {', '.join(names[:3])}{more}"] if names else []
-
-
-def _open(
-    src: Source, run: Run, merge: _Merge, options: Options
-) -> tuple[Checkpoint, tuple[SidecarFile, ...] | None, tuple[str, ...]]:
-    """Open the source, and merge its adapters if requested; also return the sidecar files and notes of a merge."""
-    (checkpoint,) = run.open([src])
-    if not merge.merge_lora:
-        return checkpoint, None, ()
-
-    base = None
-    if merge.base is not None:
-        base = replace(options, tag=None).open(merge.base)
-        run.destination.check_apart(base)
-    merged = merged_source(checkpoint, base, merge.adapter)
-    return merged.checkpoint, merged.companions, merged.notes

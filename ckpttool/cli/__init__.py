@@ -12,11 +12,11 @@ import click
 
 from ckpttool._version import __version__
 from ckpttool.cli._errors import run_command
-from ckpttool.registry import with_extensions
+from ckpttool.registry import EXTENSIONS, with_extensions
 
 _CORE: dict[str, dict[str, tuple[str, ...]]] = {
     "Look": {"reading": ("inspect", "verify", "diff", "digest")},
-    "Export": {"writing": ("consolidate", "average"), "reading": ("extract",)},
+    "Export": {"writing": ("consolidate",), "reading": ("extract",)},
     "Resume": {"writing": ("convert",)},
     "Keep": {"keeping": ("ls", "prune", "pin", "unpin"), "writing": ("cp",)},
     "Shell": {"completion": ("completion",)},
@@ -32,7 +32,8 @@ SECTIONS = with_extensions(
 MEANT = {
     "export": "consolidate", "merge": "consolidate", "load": "consolidate", "check": "verify", "show": "inspect",
     "info": "inspect", "compare": "diff", "list": "ls", "copy": "cp", "rm": "prune", "clean": "prune",
-    "reshard": "convert", "universal": "convert", "mean": "average", "ema": "average", "hash": "digest",
+    "reshard": "convert", "universal": "convert", "hash": "digest",
+    **{word: command.name for extension in EXTENSIONS for command in extension.commands for word in command.words},
 }  # fmt: skip
 """The command for a word that other tools use."""
 COMMANDS = {command: module for commands in SECTIONS.values() for command, module in commands.items()}

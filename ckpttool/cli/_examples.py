@@ -45,14 +45,6 @@ EXAMPLES: dict[str, tuple[str, tuple[str, str, str]]] = {
             "ckpttool consolidate s3://bucket/run s3://bucket/weights --to torch --dry-run",
         ),
     ),
-    "average": (
-        "average",
-        (
-            "ckpttool average runs/checkpoint-500 runs/checkpoint-600 mean --to safetensors",
-            "ckpttool average a b c mean --to safetensors --weights 1,2,4",
-            "ckpttool average a b c mean --to zero",
-        ),
-    ),
     "extract": (
         "see",
         (

@@ -14,10 +14,13 @@ import click
 from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
+from ckpttool.registry import options_of
 from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from ckpttool.registry import Option
 
 F = TypeVar("F", bound="Callable[..., Any]")
 if TYPE_CHECKING:
@@ -64,12 +67,19 @@ class Dtype(click.Choice[str]):
 
 
 class Command(click.Command):
-    """A command whose help lists its own options first, then sections of others, and rare ones last."""
+    """A command whose help lists its own options first, then sections of others, and rare ones last.
+
+    It has the options of extensions as well.
+    """
 
     def __init__(self, *args: Any, page: str = "", examples: tuple[str, ...] = (), **given: Any) -> None:
         """Take the page and the examples of the help, of a command that ``_examples`` does not have."""
         super().__init__(*args, **given)
         self.page, self.examples = page, examples
+        self.added = options_of(self.name or "")
+        for option in self.added:
+            place = [one.name for one in self.params].index(option.after) + 1
+            self.params.insert(place, _option_of(option))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse arguments; name all missing ones at once."""
@@ -88,6 +98,7 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
         titles = {name: title for title, names in SECTIONS.items() for name in names}
+        titles |= {option.name: option.section for option in self.added}
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
@@ -109,6 +120,14 @@ class Command(click.Command):
         formatter.write(f"\nMore: {DOCS}/{page}.html\n")
 
 
+def _option_of(option: Option) -> click.Option:
+    """Return the option of a command that a row declares."""
+    repeated = option.annotation.startswith("Sequence")
+    given: dict[str, Any] = {"multiple": True} if repeated else {"is_flag": True} if option.annotation == "bool" else {}
+    flag = f"--{option.name.replace('_', '-')}"
+    return click.Option([flag], help=option.help, metavar=option.metavar, **given)
+
+
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Options": (),
     "The run that will load it": (
@@ -116,7 +135,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "buffers",
     ),
     "Choice of tensors": ("include", "exclude", "exclude_frozen", "optimizer"),
-    "LoRA": ("adapter_only", "merge_lora", "base", "adapter"),
+    "LoRA": ("adapter_only",),
     "Names": ("rename", "rename_map"),
     "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
     "Resources": ("jobs", "memory", "ray", "ray_address", "storage_options"),

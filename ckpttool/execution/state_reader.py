@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpttool.dtypes import DTYPES, itemsize, numpy_dtype
-from ckpttool.model.formulas import MergedWeight, WeightedMean
+from ckpttool.dtypes import itemsize, numpy_dtype
 from ckpttool.plan.casts import cast
 from ckpttool.storage.buffers import ReadBuffer
 
@@ -82,7 +81,7 @@ class StateReader:
             StorageError: Reading failed, or a source changed meanwhile.
         """
         if state.formula is not None:
-            evaluate(state.formula, first, out, self)
+            state.formula.fill(first, out, self)
             return
         self._fill(state, first, out)
         if state.mean_with:
@@ -226,75 +225,3 @@ def whole(sources: Sources, state: State) -> NDArray[Any]:
     out = np.empty(state.numel, dtype=numpy_dtype(state.dtype))
     StateReader(sources).fill(state, 0, out)
     return out.reshape(state.shape)
-
-
-def evaluate(formula: Formula, first: int, out: NDArray[Any], inputs: StateReader) -> None:
-    """Fill ``out`` with computed elements.
-
-    Args:
-        formula: The formula.
-        first: The first element, in C order.
-        out: The result, cast to its type.
-        inputs: Reads the formula's inputs.
-
-    Raises:
-        StorageError: Reading failed, or a source changed meanwhile.
-    """
-    if isinstance(formula, WeightedMean):
-        _weighted_mean(formula, first, out, inputs)
-    elif isinstance(formula, MergedWeight):
-        _merged_weight(formula, first, out, inputs)
-    else:
-        raise TypeError(f"no evaluation of {type(formula).__name__}")
-
-
-def _weighted_mean(formula: WeightedMean, first: int, out: NDArray[Any], inputs: StateReader) -> None:
-    accumulator = numpy_dtype(formula.accumulator)
-    direct = out.dtype == accumulator
-    total = out if direct else inputs.scratch("total", len(out), formula.accumulator)
-    with np.errstate(all="ignore"):  # infinities of a source are kept
-        for number, (state, weight) in enumerate(zip(formula.terms, formula.weights, strict=True)):
-            factor = accumulator.type(weight)
-            for at, values in inputs.runs(state, first, len(out)):
-                into = total[at : at + len(values)]
-                if number == 0:
-                    np.multiply(_widened(values, accumulator), factor, out=into)
-                elif weight == 1:
-                    into += _widened(values, accumulator)
-                else:
-                    product = inputs.scratch("product", len(values), formula.accumulator)
-                    into += np.multiply(_widened(values, accumulator), factor, out=product)
-        divisor = accumulator.type(sum(formula.weights))
-        if divisor != 1:
-            total /= divisor
-    if not direct:
-        out[:] = cast(total, _name(out))
-
-
-def _merged_weight(formula: MergedWeight, first: int, out: NDArray[Any], inputs: StateReader) -> None:
-    """Compute whole rows around the wanted elements, in fp64."""
-    columns = formula.base.shape[1]
-    low, high = first // columns, -(-(first + len(out)) // columns)
-    rows = inputs.scratch("rows", (high - low) * columns, "F64")
-    for at, values in inputs.runs(formula.base, low * columns, len(rows)):
-        rows[at : at + len(values)] = cast(values, "F32")
-    weight = rows.reshape(high - low, columns)
-    with np.errstate(all="ignore"):
-        for update in formula.updates:
-            a, b = (inputs.whole(state, formula).astype(np.float64) for state in (update.a, update.b))
-            weight += (b[low:high] * update.scaling) @ a
-            if update.magnitude is not None:
-                magnitude = inputs.whole(update.magnitude, formula).reshape(-1)[low:high].astype(np.float64)
-                weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
-        out[:] = rows[first - low * columns :][: len(out)]
-
-
-def _widened(values: NDArray[Any], accumulator: np.dtype[Any]) -> NDArray[Any]:
-    """Return values in the accumulator's type, by way of fp32 as torch widens them."""
-    if values.dtype == accumulator:
-        return values
-    return cast(values, "F32").astype(accumulator, copy=False)
-
-
-def _name(values: NDArray[Any]) -> str:
-    return next(name for name, dtype in DTYPES.items() if dtype.numpy == values.dtype.name)

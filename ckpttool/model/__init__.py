@@ -57,6 +57,19 @@ class Formula(ABC):
         """Number of elements that are best computed together, from a multiple of it on."""
         return 1
 
+    @abstractmethod
+    def fill(self, first: int, out: NDArray[Any], inputs: Any) -> None:
+        """Fill ``out`` with computed elements.
+
+        Args:
+            first: The first element, in C order.
+            out: The result, cast to its type.
+            inputs: Reads the input states: an ``execution.state_reader.StateReader``.
+
+        Raises:
+            StorageError: Reading failed, or a source changed meanwhile.
+        """
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class State:

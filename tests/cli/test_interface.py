@@ -472,7 +472,6 @@ def test_a_wrong_argument_is_one_class_of_error(name: str, call: Callable[[Any, 
     [
         ("out", lambda untyped, value: untyped.consolidate(ZERO3, value, to="torch")),
         ("out", lambda untyped, value: untyped.convert(ZERO3, value, to="zero", world_size=2)),
-        ("out", lambda untyped, value: untyped.average([ZERO3, ZERO3], value, to="torch")),
         ("out", lambda untyped, value: untyped.extract(ZERO3, "up.weight", value or "")),
         ("out", lambda untyped, value: untyped.cp(ZERO3, value)),
         ("root", lambda untyped, value: untyped.ls(value)),

@@ -39,7 +39,6 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "ls": ("ls", "RUN"),
     "prune": ("prune", "RUN", "--keep-last", "1", "--dry-run"),
     "consolidate": ("consolidate", CHECKPOINT, "OUT", "--to", "safetensors", "--dry-run"),
-    "average": ("average", "FIRST", "SECOND", "OUT", "--to", "safetensors", "--dry-run"),
 }
 
 
@@ -87,14 +86,13 @@ RESULTS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(getattr(api, name), CHECKPOINT) for name in EXTENSIONS_READING},
     "prune": lambda: api.prune(CHECKPOINT, keep_last=1, dry_run=True),
     "consolidate": lambda: api.consolidate(CHECKPOINT, "out", to="safetensors", prove=True),
-    "average": lambda: api.average([CHECKPOINT, OTHER], "out", to="safetensors"),
     "convert": lambda: api.convert(CHECKPOINT, "out", to="dcp", prove=True),
     "cp": lambda: api.cp(CHECKPOINT, "out"),
     "extract": lambda: api.extract(CHECKPOINT, "up.weight", "up.npy"),
 }
 OPTIONS = {
     "verify": ["--deep"], "diff": [OTHER, "--all"], "consolidate": ["out", "--to", "safetensors", "--prove"],
-    "average": [OTHER, "out", "--to", "safetensors"], "convert": ["out", "--to", "dcp", "--prove"], "cp": ["out"],
+    "convert": ["out", "--to", "dcp", "--prove"], "cp": ["out"],
     "extract": ["up.weight", "up.npy"], "prune": ["--keep-last", "1", "--dry-run"],
 }  # fmt: skip
 

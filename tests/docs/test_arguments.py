@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from ckpttool.registry import EXTENSIONS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -64,6 +66,8 @@ def _arguments() -> Iterator[Argument]:
             for one in re.split(r"^    (?=\w)", listed[1] if listed else "", flags=re.MULTILINE)[1:]:
                 name, _, said = one.partition(": ")
                 yield Argument(function, name, " ".join(inspect.cleandoc(said).split()))
+    for option in (option for extension in EXTENSIONS for option in extension.options):
+        yield from (Argument(function, option.name, option.text) for function in option.functions)
 
 
 ARGUMENTS = list(_arguments())

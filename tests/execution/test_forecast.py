@@ -23,17 +23,12 @@ if TYPE_CHECKING:
 NAME = "zero2-dp4-bf16"
 
 
-def _average(out: object, **options: Any) -> ckpttool.AverageReport:
-    return ckpttool.average([source(NAME), source("zero3-dp4-bf16")], str(out), to="safetensors", **options)
-
-
 COMMANDS: dict[str, Callable[..., Any]] = {
     "consolidate": lambda out, **options: ckpttool.consolidate(source(NAME), out, to="safetensors", **options),
     "cast": lambda out, **options: ckpttool.consolidate(
         source(NAME), out, to="safetensors", dtype="bf16", max_shard_size="4kB", **options
     ),
     "convert": lambda out, **options: ckpttool.convert(source(NAME), out, to="universal", **options),
-    "average": _average,
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import inspect
 import io
 import json
@@ -18,12 +19,14 @@ import os
 import re
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._errors import invoke
+from ckpttool.registry import EXTENSIONS
 from tests.cli.command import EXTENSIONS_READING
 from tests.truth import source
 
@@ -115,16 +118,23 @@ def _outputs() -> dict[str, Any]:
             "prune": [["prune", runs, "--keep-last", "1", "--thin-every", "2", "--dry-run"]],
             "unpin": [["unpin", runs / "global_step1"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
-            "average": [["average", ZERO2, OTHER, Path(temporary, "mean"), "--to", "safetensors"]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
         }
         calls |= {name: [[name, ZERO3]] for name in EXTENSIONS_READING}
+        calls |= {name: [[name, *given, Path(temporary, name)]] for name, given in _calls_of_extensions().items()}
         with_json = {name for name in COMMANDS if "as_json" in {p.name for p in _command(name).params}}
         covered = {key.partition(" ")[0] for key in calls}
         assert covered == with_json, f"--json is not described for {with_json ^ covered}"
         # In this order: some read what others wrote.
         found = {key: _merged([_schema(_run([*call, "--json"])) for call in calls[key]]) for key in calls}
         return {key: found[key] for key in sorted(found)}
+
+
+def _calls_of_extensions() -> dict[str, list[Any]]:
+    """Commands that need more than a checkpoint, and their arguments before OUT: of the tests of their extension."""
+    modules = [f"tests.extensions.{row.name}.calls" for row in EXTENSIONS]
+    found = [importlib.import_module(module) for module in modules if find_spec(module) is not None]
+    return {name: arguments for module in found for name, arguments in module.CALLS.items()}
 
 
 def _command(name: str) -> Any:

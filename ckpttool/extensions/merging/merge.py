@@ -11,15 +11,19 @@ import posixpath
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import PlanError
+from ckpttool.api._run import Addition, RunSource
+from ckpttool.errors import ArgumentError, PlanError
+from ckpttool.extensions.merging.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.formats.sidecars import SidecarFile, find_sidecars, sidecar_directory
-from ckpttool.model.lora import CONFIG, adapters_of, merge_lora
 from ckpttool.storage import connect, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ckpttool.api._run import Run
+    from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
+    from ckpttool.targets.weight_files import WeightChoice
 
 
 HEAD = "lm_head.weight"
@@ -136,20 +140,49 @@ def _has_plain_head(base: Checkpoint, config: Mapping[str, Any]) -> bool:
     return _architecture(config).endswith(CAUSAL) and not others
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MergedSource:
-    """A model with adapters merged, as ``consolidate`` writes it."""
+@dataclass(frozen=True, slots=True)
+class Merge(Addition):
+    """The adapters to merge, and the base model to merge them into."""
 
-    checkpoint: Checkpoint
-    """Its weights."""
-    companions: tuple[SidecarFile, ...]
-    """Configuration of the base model, tokenizer of the training run if it has one."""
-    notes: tuple[str, ...]
-    """Remarks for the user."""
+    merge_lora: bool = False
+    base: Source | None = None
+    adapter: Sequence[str] = ()
+
+    def check(self, chosen: WeightChoice) -> None:
+        """Refuse values that no checkpoint allows.
+
+        Raises:
+            ArgumentError: There is one.
+        """
+        for name in ("base", "adapter"):
+            if getattr(self, name) and not self.merge_lora:
+                hint = f"leave out {name}, or set merge_lora=True"
+                raise ArgumentError(name, "is for the merge of adapters", hint, (name, "merge_lora"))
+        others = chosen.adapter_only or chosen.exclude_frozen or chosen.optimizer or chosen.weights_from != "masters"
+        if self.merge_lora and others:
+            problem = "writes the merged model, from the fp32 master weights"
+            hint = "leave out adapter_only, exclude_frozen, optimizer and weights_from"
+            raise ArgumentError(
+                "merge_lora", problem, hint, ("adapter_only", "exclude_frozen", "optimizer", "weights_from")
+            )
+
+    def source(self, run: Run, source: RunSource) -> RunSource:
+        """Return the source with its adapters merged.
+
+        Raises:
+            CkptError: The adapters or the base model do not fit.
+        """
+        if not self.merge_lora:
+            return source
+        base = None
+        if self.base is not None:
+            base = replace(run.options, tag=None).open(self.base)
+            run.destination.check_apart(base)
+        return merged_source(source.checkpoint, base, self.adapter)
 
 
-def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequence[str]) -> MergedSource:
-    """Merge adapters into the weights of their base model.
+def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequence[str]) -> RunSource:
+    """Merge adapters into the weights of their base model; the tokenizer is the training run's if it has one.
 
     Args:
         checkpoint: The checkpoint with the adapters.
@@ -174,7 +207,7 @@ def merged_source(checkpoint: Checkpoint, base: Checkpoint | None, adapter: Sequ
         notes.append(
             f"config.json says tie_word_embeddings: false, as {heads[0]} and the embedding are not equal any more"
         )
-    return MergedSource(merged.checkpoint, tuple(files[name] for name in sorted(files)), tuple(notes))
+    return RunSource(merged.checkpoint, tuple(files[name] for name in sorted(files)), tuple(notes))
 
 
 def _chosen(checkpoint: Checkpoint, adapter: Sequence[str]) -> list[str]:

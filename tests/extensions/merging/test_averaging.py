@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import ArgumentError
-from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, newest_of
+from ckpttool.extensions.merging.averaging import DECAYS, decay_weights, moving_average_weights, newest_of
 from tests import sampling
 from tests.cli.command import ckpttool as command
 from tests.deepspeed_engines import Load, load_all

@@ -12,11 +12,11 @@ from ckpttool.arguments import check_at_least, check_choice, checked_path, check
 from ckpttool.blocks import Shown, Table
 from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError
+from ckpttool.extensions.merging.averaging import DECAYS, decay_weights, moving_average_weights, place_of
+from ckpttool.extensions.merging.averaging import average as average_of
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
-from ckpttool.model.averaging import DECAYS, decay_weights, moving_average_weights, place_of
-from ckpttool.model.averaging import average as average_of
 from ckpttool.model.selection import matcher
 from ckpttool.plan.builder import sample_checks
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
+    from ckpttool.extensions.merging.averaging import Average
     from ckpttool.model import Checkpoint
-    from ckpttool.model.averaging import Average
     from ckpttool.plan import CopyPlan
     from ckpttool.targets.weights import WeightSelection
     from ckpttool.units import Progress

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ckpttool.dtypes import DTYPES, castable
 from ckpttool.errors import PlanError
+from ckpttool.extensions.merging.formulas import WeightedMean
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, State
-from ckpttool.model.formulas import WeightedMean
 from ckpttool.model.places import Computed, Renumbered
 from ckpttool.model.selection import NO_SUCH_NAME
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.dtypes import castable
 from ckpttool.errors import PlanError
+from ckpttool.extensions.merging.averaging import Combination
+from ckpttool.extensions.merging.formulas import LowRankUpdate, MergedWeight
 from ckpttool.messages import brief
 from ckpttool.model import MODULE, UNKNOWN_GROUP, Buffer, Checkpoint, Parameter, State
-from ckpttool.model.averaging import Combination
-from ckpttool.model.formulas import LowRankUpdate, MergedWeight
 from ckpttool.model.places import Computed
 
 if TYPE_CHECKING:

@@ -1,0 +1,135 @@
+"""Options of extensions: rows of the registry, in commands and functions of the core."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import ckpttool
+from ckpttool.cli import COMMANDS, cli
+from ckpttool.cli._options import Command
+from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, options_of, with_options
+
+STUB = Path(ckpttool.__file__).with_suffix(".pyi")
+MANY = Option(
+    "names",
+    ("Holder.write", "write"),
+    f"{__name__}.changed",
+    before="last",
+    annotation="Sequence[str]",
+    default=(),
+    text=f"Names of those to write, {'and a text that is longer than a line ' * 2}can be.",
+    after="first",
+    section="Names",
+    help="One to write (repeatable).",
+    metavar="NAME",
+)
+FLAG = MANY._replace(name="twice", annotation="bool", default=False, text="Write twice.", after="names", metavar=None)
+
+
+def changed(**given: Any) -> dict[str, Any]:
+    """Does what the options of an extension ask for."""
+    return given
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (Extension("a", options=(MANY, FLAG)),))
+
+
+def _holder() -> Any:
+    """A class with a method that takes options of extensions."""
+
+    class Holder:
+        def write(self, first: int = 0, *, last: int = 1, **given: Any) -> list[Any]:
+            """Write.
+
+            Args:
+                first: The first.
+                last: The last.
+            """
+            return carry_out("Holder.write", given)
+
+    Holder.write.__qualname__ = "Holder.write"
+    with_options(Holder.write)
+    return Holder()
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_function_has_the_options_of_its_rows() -> None:
+    function = _holder().write
+    assert str(inspect.signature(function)) == (
+        "(first: 'int' = 0, *, names: 'Sequence[str]' = (), twice: 'bool' = False, last: 'int' = 1) -> 'list[Any]'"
+    )
+    assert list(function.__annotations__) == ["first", "last", "return", "self", "names", "twice"]
+    assert inspect.cleandoc(function.__doc__).splitlines()[3:] == [
+        "    first: The first.",
+        "    names: Names of those to write, and a text that is longer than a line and a text that is longer than a",
+        "        line can be.",
+        "    twice: Write twice.",
+        "    last: The last.",
+    ]
+
+
+def test_a_function_without_options_of_extensions_refuses_them() -> None:
+    function = _holder().write
+    assert str(inspect.signature(function)) == "(first: 'int' = 0, *, last: 'int' = 1) -> 'list[Any]'"
+    assert function(1, last=2) == []
+    with pytest.raises(TypeError) as caught:
+        function(twice=True)
+    assert str(caught.value) == "Holder.write() got an unexpected keyword argument 'twice'"
+
+
+@pytest.mark.usefixtures("rows")
+def test_the_code_of_given_options_is_called_with_them() -> None:
+    function = _holder().write
+    assert function(1, names=("a",), twice=True) == [{"names": ("a",), "twice": True}]
+    assert function(1, names=("a",), twice=False) == [{"names": ("a",)}]
+    assert function(1, names=(), twice=False) == []
+    with pytest.raises(TypeError, match="unexpected keyword argument 'thrice'"):
+        function(1, thrice=True)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_command_has_the_options_of_its_rows() -> None:
+    options = [click.Option(["--first"], help="F."), click.Option(["--last"], help="L.")]
+    command = Command("write", params=[*options], callback=lambda **given: click.echo(given))
+    assert [one.name for one in command.params] == ["first", "names", "twice", "last"]
+    text = command.get_help(click.Context(command))
+    assert "Names:\n  --names NAME  One to write (repeatable).\n  --twice       One to write (repeatable).\n" in text
+    given = command.make_context("write", ["--names", "a", "--names", "b", "--twice"]).params
+    assert given == {"first": None, "names": ("a", "b"), "twice": True, "last": None}
+
+
+@pytest.mark.parametrize("row", EXTENSIONS, ids=[row.name for row in EXTENSIONS])
+def test_rows_are_listed_where_they_say(row: Extension) -> None:
+    for option in row.options:
+        assert option.code.startswith(f"ckpttool.extensions.{row.name}.")
+        for name in option.functions:
+            if name in COMMANDS and option.help:
+                command = cli.get_command(click.Context(cli), name)
+                assert command is not None
+                assert option.name in [one.name for one in command.params]
+
+
+def test_the_stub_lists_the_options_of_each_function() -> None:
+    """Extensions that are removed stay in it, as all their public names do."""
+    classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    stub = {
+        (node.name, ast.unparse(field.target)): ast.unparse(field.annotation)
+        for node in classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    }
+    functions = {name for extension in EXTENSIONS for option in extension.options for name in option.functions}
+    for name in sorted(functions):
+        class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))
+        for option in options_of(name):
+            annotation = stub[f"_{class_name}Options", option.name]
+            assert re.sub(r"typing\.|collections\.abc\.", "", annotation) == option.annotation
