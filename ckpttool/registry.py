@@ -41,7 +41,8 @@ class Option(NamedTuple):
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
     code: str
-    """Function or class to import when it is given: it is called with all given options that have it."""
+    """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
+    for loads finds them in ``LoadOptions.given``."""
     before: str
     """The parameter of the core before which signature and docstring list it."""
     annotation: str
@@ -130,6 +131,24 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
         "proof",
+        options=tuple(
+            Option(
+                "prove",
+                functions,
+                "ckpttool.extensions.proof.hooks.after_load",
+                before=before,
+                annotation="bool | None",
+                default=None,
+                text="Whether to digest the live state after each load, in place, and compare it with the saved one; "
+                "raises a ``ProofError`` if they differ, see ``ckpttool.prove``. Default: if the save recorded digests "
+                "and the state is on an accelerator.",
+            )
+            for before, functions in (
+                ("timeout", ("load",)),
+                ("staged", ("CheckpointManager.restore", "RayTrainCheckpoints.restore")),
+                ("allow", ("prepare", "CkptCallback", "CkptSaves")),
+            )
+        ),
         after_capture="ckpttool.extensions.proof.hooks.after_capture",
         before_load="ckpttool.extensions.proof.hooks.before_load",
         after_load="ckpttool.extensions.proof.hooks.after_load",
@@ -169,13 +188,14 @@ def options_of(function: str) -> list[Option]:
 
 
 def with_options(function: F) -> F:
-    """Add the options of extensions to the signature and the docstring of a function that takes them as ``**given``."""
+    """Add the options of extensions to the signature and docstring of a function or a class that takes ``**given``."""
     import inspect
     import re
     import textwrap
 
-    signature, text = inspect.signature(function), function.__doc__ or ""
-    *parameters, _ = signature.parameters.values()
+    called: Any = vars(function)["__init__"] if isinstance(function, type) else function
+    signature, text = inspect.signature(called), function.__doc__ or ""
+    parameters = [one for one in signature.parameters.values() if one.name != "given"]
     for option in options_of(function.__qualname__):
         name, default, annotation = option.name, option.default, option.annotation
         added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -184,15 +204,15 @@ def with_options(function: F) -> F:
         if listed is not None:  # Python may run without docstrings
             wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
             text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    function.__annotations__ |= {one.name: one.annotation for one in parameters}
-    del function.__annotations__["given"]
+    called.__signature__ = signature.replace(parameters=parameters)
+    called.__annotations__ |= {one.name: one.annotation for one in parameters}
+    called.__annotations__.pop("given", None)
     function.__doc__ = text
     return function
 
 
-def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
-    """Call the code of the given options of a function; return the result of each.
+def values_of(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options that extensions add to a function, by name.
 
     Args:
         function: Its qualified name.
@@ -201,12 +221,19 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     Raises:
         TypeError: No extension that is present has an option of that name.
     """
-    options = {option.name: option for option in options_of(function)}
-    calls: dict[str, dict[str, Any]] = {}
-    for name, value in given.items():
+    options = {option.name: option.default for option in options_of(function)}
+    for name in given:
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if value != options[name].default:
-            calls.setdefault(options[name].code, {})[name] = value
+    return options | dict(given)
+
+
+def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
+    """Call the code of the given options of a function; return the result of each. Arguments as for ``values_of``."""
+    values = values_of(function, given)
+    calls: dict[str, dict[str, Any]] = {}
+    for option in options_of(function):
+        if values[option.name] != option.default:
+            calls.setdefault(option.code, {})[option.name] = values[option.name]
     named = ((*code.rpartition("."), values) for code, values in calls.items())
     return [getattr(importlib.import_module(module), name)(**values) for module, _, name, values in named]

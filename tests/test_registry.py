@@ -120,13 +120,13 @@ def test_rows_are_listed_where_they_say(row: Extension) -> None:
 
 def test_the_stub_lists_the_options_of_each_function() -> None:
     """Extensions that are removed stay in it, as all their public names do."""
-    classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    stub = {
-        (node.name, ast.unparse(field.target)): ast.unparse(field.annotation)
-        for node in classes
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-    }
+    stub: dict[tuple[str, str], str] = {}
+    for node in ast.parse(STUB.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            stub |= {(node.name, name): annotation for (one, name), annotation in stub.items() if one in bases}
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            stub |= {(node.name, ast.unparse(field.target)): ast.unparse(field.annotation) for field in fields}
     functions = {name for extension in EXTENSIONS for option in extension.options for name in option.functions}
     for name in sorted(functions):
         class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))

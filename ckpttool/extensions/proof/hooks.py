@@ -57,7 +57,7 @@ def before_load(live: Any, options: LoadOptions) -> None:
     Raises:
         PlanError: It cannot.
     """
-    if options.prove and hasattr(live, "engine"):
+    if options.given.get("prove") and hasattr(live, "engine"):
         _state_of(live).check_provable(live)
 
 
@@ -68,7 +68,7 @@ def after_load(report: LoadReport, live: Any, prepared: Any, options: LoadOption
         ProofError: The live state differs from the saved one; on every rank.
     """
     module, checkpoint = _state_of(live), prepared.checkpoint
-    wanted = options.prove
+    wanted = options.given.get("prove")
     if wanted is None:
         wanted = checkpoint.digests is not None and module.is_on_accelerator(live)
     if not wanted:

@@ -30,7 +30,7 @@ from ckpttool.integrations.live.request import HINTS, Save, check_known, note_kn
 from ckpttool.integrations.live.run import Kept, half_loaded, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
-from ckpttool.registry import functions_at
+from ckpttool.registry import functions_at, values_of, with_options
 from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
 from ckpttool.saving.claim import Skipped, mark_skipped
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from types import TracebackType
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _CheckpointManagerRestoreOptions
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import KnownEngines
@@ -314,6 +317,7 @@ class CheckpointManager:
         """
         self._background.wait()
 
+    @with_options
     def restore(  # noqa: PLR0913  public API
         self,
         engine: Any,
@@ -327,8 +331,8 @@ class CheckpointManager:
         dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
-        prove: bool | None = None,
         staged: bool = True,
+        **given: Unpack[_CheckpointManagerRestoreOptions],
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the run, on every rank; ranks, stage and mesh may have changed.
 
@@ -354,8 +358,6 @@ class CheckpointManager:
                 report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
-            prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
-                ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
             staged: Whether to read the new state into host memory beside the run's; see ``ckpttool.load``. With False,
                 a damaged checkpoint leaves the run half loaded; the next older one then overwrites all of it.
 
@@ -372,11 +374,11 @@ class CheckpointManager:
             optimizer=optimizer,
             scheduler=scheduler,
             dry_run=dry_run,
-            prove=prove,
             staged=staged,
             allow=self._allow,
             committed=require_committed,
             signed=require_signed,
+            given=values_of("CheckpointManager.restore", given),
         )
         self.wait()
         run = run_of(engine, optimizer, scheduler, extra=extra)
