@@ -72,12 +72,9 @@ class Extension(NamedTuple):
     """Its options of functions and commands of the core, in the order in which they are listed."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
-    after_capture: str = ""
-    """Function that every rank calls at a save with the captured state; returns a ``saving.two_phase.Record``."""
-    before_load: str = ""
-    """Function that every rank calls before a load reads; it may raise an error."""
-    after_load: str = ""
-    """Function that every rank calls after a load; it returns the report, or raises an error on all ranks."""
+    hooks: str = ""
+    """Module with functions that every rank calls: ``after_capture`` of a save returns a ``saving.two_phase.Record``,
+    ``before_load`` may raise an error, ``after_load`` returns the report."""
 
 
 EXTENSIONS: tuple[Extension, ...] = (
@@ -149,9 +146,7 @@ EXTENSIONS: tuple[Extension, ...] = (
                 ("allow", ("prepare", "CkptCallback", "CkptSaves")),
             )
         ),
-        after_capture="ckpttool.extensions.proof.hooks.after_capture",
-        before_load="ckpttool.extensions.proof.hooks.before_load",
-        after_load="ckpttool.extensions.proof.hooks.after_load",
+        hooks="ckpttool.extensions.proof.hooks",
     ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
@@ -176,10 +171,9 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
     return found
 
 
-def functions_at(point: str) -> list[Callable[..., Any]]:
-    """Return the functions of extensions that the core calls at a point of a save or a load, such as "after_load"."""
-    addresses = [getattr(extension, point).rpartition(".") for extension in EXTENSIONS]
-    return [getattr(importlib.import_module(module), name) for module, _, name in addresses if module]
+def hooks(name: str) -> list[Callable[..., Any]]:
+    """Return the functions of a name that extensions have for saves and loads."""
+    return [getattr(importlib.import_module(one.hooks), name) for one in EXTENSIONS if one.hooks]
 
 
 def options_of(function: str) -> list[Option]:

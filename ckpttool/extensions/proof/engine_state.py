@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ckpttool.errors import PlanError
-from ckpttool.extensions.proof.comparison import Scope
 from ckpttool.extensions.proof.file_state import SCALER
 from ckpttool.extensions.proof.live_state import (
     LiveState,
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
-    from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
+    from ckpttool.integrations.deepspeed.prepared import Prepared
     from ckpttool.integrations.deepspeed.run import CapturedEngine
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import Save
@@ -144,13 +143,6 @@ def saved_digests(captured: CapturedEngine, save: Save, rank_state: Any, rank: i
     Replicas that another rank writes are left out. Parts that no file contains as they are, are read from the live
     state, but not the module's copies of stage 3 if the train loop continues, which a load makes from the masters.
 
-    Args:
-        captured: The captured state.
-        save: The arguments of the save.
-        rank_state: The state of this rank that the user gives; None without one.
-        rank: Number of this rank.
-        waits: Whether the train loop waits for the save.
-
     Raises:
         PlanError: The engine has a form whose parts cannot be located.
     """
@@ -197,21 +189,12 @@ def read_again(live: LiveEngine) -> LiveState:
     return live_state(inspect_engine(live.engine))
 
 
-def scope_of(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadReport) -> Scope:
-    """Return the part of the state that a load has restored."""
-    fitted = prepared.fitted
+def left_out(live: LiveEngine, prepared: Prepared, report: LoadReport) -> tuple[set[str], set[str]]:
+    """Return the kinds of state that a load did not restore, and the states that it rounded."""
     without = {"module"} if live.dtype != prepared.checkpoint.dtype else set()
     without |= set() if report.scheduler else {"scheduler"}
     without |= set() if report.loss_scale else {"loss_scale"}
-    without |= {"groups"} if report.groups_kept else set()
-    return Scope(
-        weights_only=report.weights_only,
-        without_optimizer=not (report.optimizer or report.weights_only),
-        without=frozenset(without),
-        without_names=frozenset(report.unexpected),
-        without_states_of=frozenset() if fitted is None else fitted.fresh,
-        casts=report.method == "planned",
-    )
+    return without, set()
 
 
 class _Reader:

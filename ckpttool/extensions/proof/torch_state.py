@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpttool.extensions.proof.comparison import Scope
 from ckpttool.extensions.proof.live_state import (
     LiveState,
     SavedDigests,
@@ -111,19 +110,11 @@ def _pending_gradients(module: Any) -> str:
 
 
 def saved_digests(captured: CapturedChunks, save: Save, rank_state: Any, rank: int, *, waits: bool) -> SavedDigests:
-    """Return the digests that a save records, of the bytes that this rank writes.
-
-    Args:
-        captured: The captured state.
-        save: The arguments of the save.
-        rank_state: The state of this rank that the user gives; None without one.
-        rank: Number of this rank.
-        waits: Whether the train loop waits for the save.
-    """
+    """Return the digests that a save records, of the bytes that this rank writes."""
     described, memory = captured.described, captured.memory
     entries, pieces = described.entries, described.pieces
     state = state_of(captured.live, pieces, described.extra).with_given(save.client_state, rank_state)
-    digested: Collection[int] = captured.written
+    digested: Collection[int] = captured.payloads.keys()
     held: dict[int | None, Payload] = {entries[n].piece: one for n, one in captured.payloads.items()}
     if save.written.files is not None:
         digested = range(len(entries)) if rank == 0 else ()
@@ -169,28 +160,17 @@ def read_again(run: LiveRun) -> LiveState:
     return live_state(replace(run, named=named_tensors(run.named.module)))
 
 
-def scope_of(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
-    """Return the part of the state that a load has restored."""
-    options = {
+def left_out(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the kinds of state that a load did not restore, and the states that it rounded."""
+    without = OF_THE_RUN | {
         key
         for (_, group), saved in zip(run.groups, prepared.options, strict=True)
         for key, value in saved.items()
         if isinstance(rate := group.get(key), torch.Tensor)
         and float(value) != float(rate) == float(torch.tensor(float(value), dtype=rate.dtype, device="cpu"))
     }
-    without = OF_THE_RUN | options
-    if report.groups_kept:
-        without |= {"groups"}
     if len(prepared.schedulers) < len(run.schedulers) or not report.scheduler or prepared.reordered:
         without |= {"scheduler"}  # its lists have the order of groups
     if prepared.extra.keys() != run.extra.keys():
         without |= {"extra"}
-    return Scope(
-        weights_only=report.weights_only,
-        without_optimizer=not (report.optimizer or report.weights_only),
-        without=without,
-        without_names=frozenset(report.unexpected),
-        without_states_of=prepared.fitted.fresh,
-        rounds=frozenset(rounded(prepared.wanted)),
-        casts=True,
-    )
+    return without, rounded(prepared.wanted)

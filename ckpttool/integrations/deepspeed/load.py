@@ -29,7 +29,7 @@ from ckpttool.integrations.live.run import after_load, changing_run
 from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
 from ckpttool.integrations.torch.run_state import load_options
 from ckpttool.model import MASTER, MODULE
-from ckpttool.registry import functions_at
+from ckpttool.registry import hooks
 from ckpttool.saving.coordination import attempt
 from ckpttool.saving.provenance import note_restored
 
@@ -124,8 +124,8 @@ def _read_own(engine: Any, checkpoint: Checkpoint, options: LoadOptions) -> _Rea
     with unexpected_is_damage(checkpoint.location):
         live = inspect_engine(engine)
         check_loadable(live)
-        for function in functions_at("before_load"):
-            function(live, options)
+        for hook in hooks("before_load"):
+            hook(live, options)
         options = load_options(checkpoint, options)
         prepared = read_state(live, match(live, checkpoint, options), options)
         own, states = read_rank_states(live, checkpoint, options)

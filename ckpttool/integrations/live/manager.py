@@ -30,7 +30,7 @@ from ckpttool.integrations.live.request import HINTS, Save, check_known, note_kn
 from ckpttool.integrations.live.run import Kept, half_loaded, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
-from ckpttool.registry import functions_at, values_of, with_options
+from ckpttool.registry import hooks, values_of, with_options
 from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
 from ckpttool.saving.claim import Skipped, mark_skipped
@@ -269,7 +269,7 @@ class CheckpointManager:
         ready = ready._replace(request=request)
         captured = run.capture(ready, save, ranks, self._kept, posixpath.join(root, tag))
         waits = not self.saves_in_background
-        records = [function(captured, save, ranks, waits=waits) for function in functions_at("after_capture")]
+        records = [hook(captured, save, ranks, waits=waits) for hook in hooks("after_capture")]
         note_known(run.objects, known)
         write = partial(self._write, root, request, captured, records, began)
         if waits:

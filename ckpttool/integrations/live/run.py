@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpttool.errors import CkptError, PlanError
-from ckpttool.registry import functions_at
+from ckpttool.registry import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -211,8 +211,8 @@ def after_load(report: LoadReport, live: Any, prepared: Any, options: LoadOption
         options: The options of the load.
         ranks: The ranks that take part.
     """
-    for function in () if options.dry_run else functions_at("after_load"):
-        report = function(report, live, prepared, options, ranks)
+    for hook in () if options.dry_run else hooks("after_load"):
+        report = hook(report, live, prepared, options, ranks)
     return report
 
 

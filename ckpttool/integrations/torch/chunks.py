@@ -214,10 +214,8 @@ class CapturedChunks:
     described: Described
     shared: Mapping[str, Any]
     """The decision of ``DcpIndex.share``."""
-    written: Sequence[int]
-    """Indexes of the entries whose part this rank writes into a distributed checkpoint."""
     payloads: Mapping[int, Payload]
-    """The bytes of each of them."""
+    """The bytes of the parts that this rank writes into a distributed checkpoint, by index of the entry."""
     memory: HostMemory | None
     """Copies of all tensors that this rank writes; None if they are written directly."""
 
@@ -374,7 +372,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         if memory is not None:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 memory.settle()
-    state = CapturedChunks(run, found, shared, mine, payloads, memory)
+    state = CapturedChunks(run, found, shared, payloads, memory)
     return Captured(files, {"": state}, found.index if whole is None else None)
 
 

@@ -41,7 +41,7 @@ from ckpttool.model import UNKNOWN_GROUP, ScalarState, TensorFloat, TensorIntege
 from ckpttool.model.items import STEP, WEIGHTS
 from ckpttool.model.names import with_names_of
 from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
-from ckpttool.registry import functions_at
+from ckpttool.registry import hooks
 from ckpttool.saving.coordination import attempt
 from ckpttool.targets.zero.match import fit, listed
 
@@ -265,8 +265,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     if checkpoint.thin and not options.without_optimizer:
         raise thin_error(checkpoint)
     with unexpected_is_damage(checkpoint.location):
-        for function in functions_at("before_load"):
-            function(run, options)
+        for hook in hooks("before_load"):
+            hook(run, options)
         options = load_options(checkpoint, options)
         model = run.model()
         if run.optimizers:
