@@ -14,7 +14,7 @@ import pytest
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._options import Command
-from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, options_of, with_options
+from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, hooks, options_of, values_of, with_options
 
 STUB = Path(ckpttool.__file__).with_suffix(".pyi")
 MANY = Option(
@@ -94,6 +94,48 @@ def test_the_code_of_given_options_is_called_with_them() -> None:
     assert function(1, names=(), twice=False) == []
     with pytest.raises(TypeError, match="unexpected keyword argument 'thrice'"):
         function(1, thrice=True)
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_function_gets_the_values_of_all_its_options() -> None:
+    assert values_of("write", {"twice": True}) == {"names": (), "twice": True}
+    assert values_of("read", {}) == {}
+    with pytest.raises(TypeError) as caught:
+        values_of("write", {"thrice": True})
+    assert str(caught.value) == "write() got an unexpected keyword argument 'thrice'"
+
+
+def test_a_class_has_the_options_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        """Holds.
+
+        Args:
+            first: The first.
+            last: The last.
+        """
+
+        def __init__(self, first: int = 0, *, last: int = 1, **others: Any) -> None:
+            """Keep what is given."""
+
+    Holder.__qualname__ = "Holder"
+    row = Extension("a", options=(FLAG._replace(functions=("Holder",)),))
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (row,))
+    with_options(Holder)
+    assert str(inspect.signature(Holder)) == (
+        "(first: 'int' = 0, *, twice: 'bool' = False, last: 'int' = 1, **others: 'Any') -> 'None'"
+    )
+    assert inspect.cleandoc(Holder.__doc__ or "").splitlines()[-2:] == [
+        "    twice: Write twice.",
+        "    last: The last.",
+    ]
+
+
+def test_hooks_are_functions_of_the_modules_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Extension("a"), Extension("b", hooks="posixpath"))
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", rows)
+    assert [hook("x", "y") for hook in hooks("join")] == ["x/y"]
+    for row in EXTENSIONS:
+        assert not row.hooks or row.hooks.startswith(f"ckpttool.extensions.{row.name}.")
 
 
 @pytest.mark.usefixtures("rows")
