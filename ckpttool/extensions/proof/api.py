@@ -15,9 +15,8 @@ from ckpttool.digests import kind_of
 from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError, ProofError
 from ckpttool.extensions.proof.comparison import Comparison, Scope, compare
-from ckpttool.extensions.proof.file_state import state_digest
 from ckpttool.extensions.proof.rank_digest import EXPERT, RankDigest, merge
-from ckpttool.extensions.proof.state_digest import StateDigest
+from ckpttool.extensions.proof.state_digest import StateDigest, state_digest
 from ckpttool.formats import LIVE_ORDER, Opening, in_order, open_checkpoint, source_paths, source_storage
 from ckpttool.integrations.live.choice import is_engine
 from ckpttool.messages import brief

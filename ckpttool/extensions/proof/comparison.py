@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.digests import kind_of
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
-from ckpttool.extensions.proof.file_state import not_read
 from ckpttool.extensions.proof.rank_digest import MOMENTUM, OF_OTHER_FORM, UNLIKE, merge, on_ranks
 from ckpttool.extensions.proof.state_digest import (
     FROZEN,
@@ -26,6 +25,7 @@ from ckpttool.extensions.proof.state_digest import (
     StateDigest,
     items_of_state,
     leaves,
+    not_read,
     once,
     other_values,
 )

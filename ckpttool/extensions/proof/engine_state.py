@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ckpttool.errors import PlanError
-from ckpttool.extensions.proof.file_state import SCALER
 from ckpttool.extensions.proof.live_state import (
     LiveState,
     SavedDigests,
@@ -30,7 +29,7 @@ from ckpttool.extensions.proof.live_state import (
     type_of,
 )
 from ckpttool.extensions.proof.rank_digest import MOMENTUM, OF_OTHER_FORM
-from ckpttool.extensions.proof.state_digest import GATHERED, MICRO_BATCHES, SCALE
+from ckpttool.extensions.proof.state_digest import GATHERED, MICRO_BATCHES, SCALE, SCALER
 from ckpttool.integrations.deepspeed.engine import (
     OFFLOAD,
     has_optimizer,
