@@ -42,16 +42,17 @@ class Option(NamedTuple):
     """Qualified names of the functions that have it."""
     code: str
     """Function or class to import when it is given: it is called with all given options that have it."""
-    before: str
-    """The parameter of the core before which signature and docstring list it."""
-    annotation: str
+    before: str = ""
+    """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
+    a ``cli._output.Output``, then writes their report."""
+    annotation: str = "str"
     """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
-    default: Any
+    default: Any = None
     """Value that means that it is not given."""
-    text: str
+    text: str = ""
     """Text of the docstring."""
     after: str = ""
-    """The option after which the help of a command lists it."""
+    """The option after which the help of a command lists it; "" for the last one."""
     section: str = "Options"
     """Section of that help."""
     help: str = ""
@@ -69,6 +70,8 @@ class Extension(NamedTuple):
     """Its commands."""
     options: tuple[Option, ...] = ()
     """Its options of functions and commands of the core, in the order in which they are listed."""
+    notebook: str = ""
+    """Function that returns a ``Checkpoint`` as HTML for a notebook."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
 
@@ -122,6 +125,34 @@ EXTENSIONS = (
         ),
     ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
+    Extension(
+        "pages",
+        options=(
+            Option(
+                "html",
+                ("inspect", "verify", "diff", "ls"),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout); replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("prune",),
+                "ckpttool.extensions.pages.html.Html",
+                help="With --dry-run, write the decisions as an HTML page; replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("stats",),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
+                "replaces an earlier page.",
+                metavar="FILE",
+            ),
+        ),
+        notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
+    ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
 )  # fmt: skip
@@ -158,7 +189,7 @@ def with_options(function: F) -> F:
 
     signature, text = inspect.signature(function), function.__doc__ or ""
     *parameters, _ = signature.parameters.values()
-    for option in options_of(function.__qualname__):
+    for option in (one for one in options_of(function.__qualname__) if one.before):
         name, default, annotation = option.name, option.default, option.annotation
         added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         parameters.insert([one.name for one in parameters].index(option.before), added)
@@ -183,12 +214,17 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     Raises:
         TypeError: No extension that is present has an option of that name.
     """
-    options = {option.name: option for option in options_of(function)}
+    options = {option.name: option for option in options_of(function) if option.before}
     calls: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if value != options[name].default:
             calls.setdefault(options[name].code, {})[name] = value
-    named = ((*code.rpartition("."), values) for code, values in calls.items())
-    return [getattr(importlib.import_module(module), name)(**values) for module, _, name, values in named]
+    return [imported(code)(**values) for code, values in calls.items()]
+
+
+def imported(code: str) -> Any:
+    """Import a function or class by its address."""
+    module, _, name = code.rpartition(".")
+    return getattr(importlib.import_module(module), name)
