@@ -43,16 +43,17 @@ class Option(NamedTuple):
     code: str
     """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
     for loads finds them in ``LoadOptions.given``."""
-    before: str
-    """The parameter of the core before which signature and docstring list it."""
-    annotation: str
+    before: str = ""
+    """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
+    a ``cli._output.Output``, then writes their report."""
+    annotation: str = "str"
     """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
-    default: Any
+    default: Any = None
     """Value that means that it is not given."""
-    text: str
+    text: str = ""
     """Text of the docstring."""
     after: str = ""
-    """The option after which the help of a command lists it."""
+    """The option after which the help of a command lists it; "" for the last one."""
     section: str = "Options"
     """Section of that help."""
     help: str = ""
@@ -70,6 +71,8 @@ class Extension(NamedTuple):
     """Its commands."""
     options: tuple[Option, ...] = ()
     """Its options of functions and commands of the core, in the order in which they are listed."""
+    notebook: str = ""
+    """Function that returns a ``Checkpoint`` as HTML for a notebook."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
     hooks: str = ""
@@ -127,6 +130,34 @@ EXTENSIONS: tuple[Extension, ...] = (
     ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
+        "pages",
+        options=(
+            Option(
+                "html",
+                ("inspect", "verify", "diff", "ls"),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout); replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("prune",),
+                "ckpttool.extensions.pages.html.Html",
+                help="With --dry-run, write the decisions as an HTML page; replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("stats",),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
+                "replaces an earlier page.",
+                metavar="FILE",
+            ),
+        ),
+        notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
+    ),
+    Extension(
         "proof",
         options=tuple(
             Option(
@@ -173,12 +204,17 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
 
 def hooks(name: str) -> list[Callable[..., Any]]:
     """Return the functions of a name that extensions have for saves and loads."""
-    return [getattr(importlib.import_module(one.hooks), name) for one in EXTENSIONS if one.hooks]
+    return [imported(f"{one.hooks}.{name}") for one in EXTENSIONS if one.hooks]
 
 
 def options_of(function: str) -> list[Option]:
     """Return the options that extensions add to a function, or to the command of its name."""
     return [option for extension in EXTENSIONS for option in extension.options if function in option.functions]
+
+
+def parameters_of(function: str) -> list[Option]:
+    """Return the options that are parameters of a function, not of its command alone."""
+    return [option for option in options_of(function) if option.before]
 
 
 def with_options(function: F) -> F:
@@ -190,7 +226,7 @@ def with_options(function: F) -> F:
     called: Any = vars(function)["__init__"] if isinstance(function, type) else function
     signature, text = inspect.signature(called), function.__doc__ or ""
     parameters = [one for one in signature.parameters.values() if one.name != "given"]
-    for option in options_of(function.__qualname__):
+    for option in parameters_of(function.__qualname__):
         name, default, annotation = option.name, option.default, option.annotation
         added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         parameters.insert([one.name for one in parameters].index(option.before), added)
@@ -215,7 +251,7 @@ def values_of(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: No extension that is present has an option of that name.
     """
-    options = {option.name: option.default for option in options_of(function)}
+    options = {option.name: option.default for option in parameters_of(function)}
     for name in given:
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
@@ -226,8 +262,13 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     """Call the code of the given options of a function; return the result of each. Arguments as for ``values_of``."""
     values = values_of(function, given)
     calls: dict[str, dict[str, Any]] = {}
-    for option in options_of(function):
+    for option in parameters_of(function):
         if values[option.name] != option.default:
             calls.setdefault(option.code, {})[option.name] = values[option.name]
-    named = ((*code.rpartition("."), values) for code, values in calls.items())
-    return [getattr(importlib.import_module(module), name)(**values) for module, _, name, values in named]
+    return [imported(code)(**values) for code, values in calls.items()]
+
+
+def imported(code: str) -> Any:
+    """Import a function or class by its address."""
+    module, _, name = code.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -6,14 +6,16 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import pytest
 
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
+from ckpttool.cli._errors import invoke
 from ckpttool.cli._options import Command
+from ckpttool.cli._output import Output, show
 from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, hooks, options_of, values_of, with_options
 
 STUB = Path(ckpttool.__file__).with_suffix(".pyi")
@@ -36,6 +38,23 @@ FLAG = MANY._replace(name="twice", annotation="bool", default=False, text="Write
 def changed(**given: Any) -> dict[str, Any]:
     """Does what the options of an extension ask for."""
     return given
+
+
+class Page(Output):
+    """What a report is written to."""
+
+    printed: ClassVar[list[Any]] = []
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def check(self, context: click.Context) -> None:
+        if self.out == "no":
+            raise click.UsageError("not there")
+        self.printed.append("checked")
+
+    def show(self, report: Any, context: click.Context) -> None:
+        self.printed.append((self.out, report))
 
 
 @pytest.fixture
@@ -149,6 +168,17 @@ def test_a_command_has_the_options_of_its_rows() -> None:
     assert given == {"first": None, "names": ("a", "b"), "twice": True, "last": None}
 
 
+def test_an_output_of_an_extension_is_no_argument_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Option("page", ("write",), f"{__name__}.Page", help="A page.")
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (Extension("a", options=(row,)),))
+    command = Command("write", params=[click.Option(["--first"])], callback=lambda first: show(f"report {first}"))
+    printed: list[Any] = []
+    monkeypatch.setattr(Page, "printed", printed)
+    assert invoke(command, ["--first", "1", "--page", "out"]) == 0
+    assert printed == ["checked", ("out", "report 1")]
+    assert invoke(command, ["--first", "1", "--page", "no"]) == 2
+
+
 @pytest.mark.parametrize("row", EXTENSIONS, ids=[row.name for row in EXTENSIONS])
 def test_rows_are_listed_where_they_say(row: Extension) -> None:
     for option in row.options:
@@ -172,6 +202,6 @@ def test_the_stub_lists_the_options_of_each_function() -> None:
     functions = {name for extension in EXTENSIONS for option in extension.options for name in option.functions}
     for name in sorted(functions):
         class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))
-        for option in options_of(name):
+        for option in (one for one in options_of(name) if one.before):
             annotation = stub[f"_{class_name}Options", option.name]
             assert re.sub(r"typing\.|collections\.abc\.", "", annotation) == option.annotation

@@ -45,21 +45,18 @@ from ckpttool.cli import _options as options
 @options.json_option
 @options.trust_option
 @options.common_options
-def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def consolidate(src: Any, out: str, **given: Any) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
     Parameters come from the fp32 master weights. OUT gets the names that Hugging Face's libraries look for, and the
     configuration and tokenizer in the checkpoint's root. OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     with progress_bar("consolidate") as progress:
         report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)
 
 
 def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | list[int] | None:
@@ -146,7 +143,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 @options.json_option
 @options.trust_option
 @options.common_options
-def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def convert(src: Any, out: str, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
@@ -154,16 +151,13 @@ def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     for each rank (ranks). OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
     _check_convert(given)
     with progress_bar("convert") as progress:
         report = ckpttool.convert(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)
 
 
 def _check_convert(given: dict[str, Any]) -> None:
@@ -190,17 +184,14 @@ def _check_convert(given: dict[str, Any]) -> None:
 @options.json_option
 @options.trust_option
 @options.common_options
-def cp(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def cp(src: Any, out: str, **given: Any) -> None:
     """Copy the checkpoint SRC into the root OUT: the directory of its tag, and its sidecar files.
 
     SRC and OUT may be on different storages. latest is written last, after the copy is read back.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     with progress_bar("cp") as progress:
         report = ckpttool.cp(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)

@@ -43,7 +43,7 @@ def describe() -> dict[Path, dict[str, Any]]:
         described = _describe_name(getattr(ckpttool, name))
         _golden(found, modules[name])["names"][name] = described
     for row in EXTENSIONS:
-        for option in row.options:
+        for option in (one for one in row.options if one.before):
             told = f"{option.annotation} = {option.default!r}, before {option.before}"
             own = _golden(found, option.code).setdefault("options", {})
             own |= {f"{function} {option.name}": told for function in option.functions}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.analysis.json_report import as_plain, describe
 from ckpttool.analysis.layout import layout
 from ckpttool.analysis.texts import title
+from ckpttool.extensions.pages.page import page
 from ckpttool.messages import printable
-from ckpttool.pages import page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

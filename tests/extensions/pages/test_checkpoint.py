@@ -12,12 +12,11 @@ import pytest
 import ckpttool as api
 from ckpttool.analysis.json_report import JSON_VERSION
 from ckpttool.analysis.layout import expand, layout
+from ckpttool.extensions.pages.checkpoint import checkpoint_page
 from ckpttool.model import Buffer, CheckpointFile, Parameter, ParamGroup, State
 from ckpttool.model.places import Contiguous
-from ckpttool.pages.checkpoint import checkpoint_page
-from tests import damage
+from tests import damage, synthetic
 from tests.cli.command import ckpttool, ckpttool_process, remains
-from tests.pages import synthetic
 from tests.sampling import some
 from tests.truth import source
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.pages.browser import Opened
+    from tests.extensions.pages.browser import Opened
     from tests.storage.server import Bucket
 
     Open = Callable[..., Opened]
@@ -363,7 +362,7 @@ def test_a_page_replaces_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_torn_tag_shows_the_files_of_the_tag(opened: Open, tmp_path: Path) -> None:
-    from tests.pages.test_other_pages import torn_run
+    from tests.extensions.pages.test_other_pages import torn_run
 
     root = torn_run(tmp_path)
     (torn,) = (entry for entry in api.ls(root).entries if not entry.whole)

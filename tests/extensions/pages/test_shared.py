@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool as api
+from ckpttool.extensions.pages.checkpoint import checkpoint_page
 from ckpttool.messages import printable
-from ckpttool.pages.checkpoint import checkpoint_page
+from tests import synthetic
 from tests.cli.command import ckpttool
-from tests.pages import synthetic
-from tests.pages.test_catalog import _entry, _page
+from tests.extensions.pages.test_catalog import _entry, _page
 from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.pages.browser import Opened
+    from tests.extensions.pages.browser import Opened
 
     Open = Callable[..., Opened]
 

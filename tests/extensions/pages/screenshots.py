@@ -1,6 +1,6 @@
 """Take the pictures of pages that the documentation shows, with Chromium, playwright and pillow.
 
-    python docs/generators/screenshots.py     # writes docs/_static/page-*.png
+    python tests/extensions/pages/screenshots.py     # writes docs/_static/page-*.png
 
 The pictures are committed: the documentation is built without a browser.
 """
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 STATIC = ROOT / "docs" / "_static"
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -25,7 +25,7 @@ def pages(directory: Path) -> dict[str, Path]:
     import scale
 
     import ckpttool
-    from ckpttool.pages.checkpoint import checkpoint_page
+    from ckpttool.extensions.pages.checkpoint import checkpoint_page
 
     fixtures = ROOT / "fixtures" / "checkpoints"
     scale.DATA = directory / "large"

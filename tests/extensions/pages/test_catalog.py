@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool as api
-from ckpttool.api._pages import page_of_catalog
 from ckpttool.catalog.listing import NOT_FOLLOWED, Catalog, CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import Pin
+from ckpttool.extensions.pages.catalog import catalog_page
 from tests.cli.command import ckpttool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.pages.browser import Opened
+    from tests.extensions.pages.browser import Opened
 
     Open = Callable[..., Opened]
 
@@ -35,7 +35,7 @@ def _entry(name: str, step: int | None, modified: float | None, **more: Any) -> 
 
 
 def _page(*entries: CatalogEntry) -> bytes:
-    return page_of_catalog(Catalog("/run", entries, ()))
+    return catalog_page(Catalog("/run", entries, ()))
 
 
 def _chart(page: Opened, title: str) -> list[list[float | None]]:
@@ -80,7 +80,7 @@ def test_checkpoints_of_one_step_and_time_are_drawn(count: int, opened: Open) ->
 
 
 def test_a_torn_checkpoint_has_its_size_in_the_chart(opened: Open, tmp_path: Path) -> None:
-    from tests.pages.test_other_pages import torn_run
+    from tests.extensions.pages.test_other_pages import torn_run
 
     root = torn_run(tmp_path)
     assert ckpttool("ls", root, "--html", tmp_path / "ls.html").code == 0
@@ -189,7 +189,7 @@ def test_rules_that_thin_are_told_apart_from_those_that_remove(opened: Open) -> 
     entries = tuple(_entry(f"s{step}", step, 1e9 + step, path=f"/run/s{step}") for step in (10, 15, 20, 30))
     rules: dict[str, Any] = {"keep_last": 1, "keep_for": 7 * 86400.0, "thin_every": 10}
     decisions = decide(entries, Rules(last=1, age=7 * 86400.0, thin_every=10), root="/run")
-    data = page_of_catalog(Catalog("/run", entries, ()), decisions, rules)
+    data = catalog_page(Catalog("/run", entries, ()), decisions, rules)
     page = opened(data)
     assert "--keep-last 1 --keep-for 7d --thin-every 10" in page.text("#entries thead")
     rows = page.run("() => [...document.querySelectorAll('#entries tbody tr')].map((r) => r.lastChild.innerText)")

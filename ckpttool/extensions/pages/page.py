@@ -56,7 +56,6 @@ def page(
     *,
     scripts: tuple[str, ...],
     styles: tuple[str, ...] = (),
-    package: str = __name__,
 ) -> bytes:
     """Build a page.
 
@@ -64,14 +63,13 @@ def page(
         view: Name of a function in the last script.
         title: Title of the page.
         data: Plain values for JSON, without NaN and infinity.
-        scripts: Files in ``static`` to run after ``page.js``, in order; ``package`` has the last one.
+        scripts: Files in ``static`` to run after ``page.js``, in order.
         styles: Files in ``static`` to use after ``page.css``.
-        package: Package of the view.
 
     Returns:
         The file. Its only script is the one whose digest its security policy names, so that no text in the data runs.
     """
-    script = _script(scripts, package)
+    script = _script(scripts)
     encoding, text = _encoded({"view": view, "title": title} | data)
     return (
         BEGIN.encode()
@@ -97,14 +95,13 @@ def _encoded(data: dict[str, Any]) -> tuple[str, str]:
 
 
 @cache
-def _script(names: tuple[str, ...], package: str) -> str:
-    parts = [*map(_static, ("page.js", *names[:-1])), _static(names[-1], package), "page.start();"]
-    script = "\n".join(parts)
+def _script(names: tuple[str, ...]) -> str:
+    script = "\n".join([*map(_static, ("page.js", *names)), "page.start();"])
     if "</script" in script or "<!--" in script:
         raise ValueError("a script of the page would end its element")
     return script
 
 
 @cache
-def _static(name: str, package: str = __name__) -> str:
-    return files(package).joinpath("static", *name.split("/")).read_text(encoding="utf-8")
+def _static(name: str) -> str:
+    return files(__package__).joinpath("static", *name.split("/")).read_text(encoding="utf-8")

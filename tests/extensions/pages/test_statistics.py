@@ -11,21 +11,23 @@ import numpy as np
 import pytest
 
 import ckpttool as api
-from ckpttool.extensions.stats.page import MAX_ENTRIES, stats_page
-from ckpttool.extensions.stats.statistics import TensorStats
+from ckpttool.extensions.pages.statistics import MAX_ENTRIES, stats_page
+from tests import synthetic
 from tests.cli.command import ckpttool
-from tests.pages import synthetic
-from tests.pages.test_other_pages import cells, torn_run
-from tests.pages.test_shared import nothing_is_cut_on_paper
+from tests.extensions.pages.test_other_pages import cells, torn_run
+from tests.extensions.pages.test_shared import nothing_is_cut_on_paper
 from tests.truth import source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from tests.pages.browser import Opened
+    from tests.extensions.pages.browser import Opened
 
     Open = Callable[..., Opened]
+
+pytest.importorskip("ckpttool.extensions.stats", reason="the page shows its results")
+from ckpttool import TensorStats
 
 ZERO2 = source("zero2-dp2-bf16")
 

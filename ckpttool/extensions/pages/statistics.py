@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.analysis.json_report import as_plain
 from ckpttool.analysis.layout import Folding, folded_name, layer_of
 from ckpttool.analysis.texts import title
-from ckpttool.pages import CHARTS, CHARTS_STYLES, page
+from ckpttool.extensions.pages.page import CHARTS, CHARTS_STYLES, page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpttool.extensions.stats.statistics import TensorStats
-    from ckpttool.model import Checkpoint
+    from ckpttool import Checkpoint, TensorStats
 
 MAX_ENTRIES = 4_000
 """Maximum number of tensors and states in a page; more are folded by their names."""
@@ -81,7 +80,7 @@ def stats_page(series: Sequence[tuple[Checkpoint, Sequence[TensorStats]]], *, ma
     }
     name = last.tag if len(ordered) == 1 else f"{len(ordered)} checkpoints, {ordered[0][0].tag} to {last.tag}"
     scripts = (*CHARTS, "stats.js")
-    return page("stats", f"{name}: {about}", data, scripts=scripts, styles=CHARTS_STYLES, package=__package__)
+    return page("stats", f"{name}: {about}", data, scripts=scripts, styles=CHARTS_STYLES)
 
 
 def _full(tensor: TensorStats, entries: int) -> dict[str, Any]:

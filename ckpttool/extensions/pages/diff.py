@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.analysis.json_report import as_plain
 from ckpttool.analysis.layout import layer_of
-from ckpttool.pages import page
+from ckpttool.extensions.pages.page import page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
