@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from measure import Command, run_once
 
 import ckpttool
-from ckpttool.integrations.deepspeed import run as engine_run
+from ckpttool import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -295,7 +295,7 @@ def blocking_saves(run: Run) -> None:
         state["states"] = {f"{n}.{key}": v for n, (_, own) in enumerate(states) for key, v in own.items()}
         dcp.save(state, checkpoint_id=str(run.data / "dcp"))
 
-    taking = engine_run._digests_of
+    extensions = registry.EXTENSIONS
     ways: dict[str, tuple[str, Callable[[], None]]] = {
         "manager.save": ("ours", lambda: save_with(run, "ours")),
         "manager.save without digests": ("ours", lambda: save_with(run, "ours")),
@@ -307,12 +307,12 @@ def blocking_saves(run: Run) -> None:
         for name, (directory, function) in ways.items():
             if time.perf_counter() - run.began > run.options.budget:
                 return
-            engine_run._digests_of = (lambda *_, **__: None) if name.endswith("without digests") else taking
+            registry.EXTENSIONS = () if name.endswith("without digests") else extensions
             os.sync()
             try:
                 run.time(name, function, nbytes=nbytes)
             finally:
-                engine_run._digests_of = taking
+                registry.EXTENSIONS = extensions
                 shutil.rmtree(run.data / directory, ignore_errors=True)
 
 

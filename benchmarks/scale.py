@@ -16,6 +16,7 @@ import resource
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import measure
@@ -24,7 +25,6 @@ import ckpttool
 from ckpttool.containers import torch_zip
 from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef
-from ckpttool.pages.checkpoint import checkpoint_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,11 +133,15 @@ def once() -> dict[str, tuple[float, float]]:
     checkpoint = ckpttool.inspect(str(DATA))
     taken = {"open": (time.perf_counter() - began, peak_mb())}
     print(f"open: {taken['open'][0]:.1f} s, {len(checkpoint.files)} files, {checkpoint.nbytes:,} bytes")
-    began = time.perf_counter()
-    page = checkpoint_page(checkpoint)
-    taken["page of inspect --html"] = (time.perf_counter() - began, peak_mb())
-    print(f"page: {time.perf_counter() - began:.1f} s, {len(page):,} bytes, memory {taken['open'][1]:.0f} MB before it")
-    print(f"memory with it: {peak_mb():.0f} MB")
+    if find_spec("ckpttool.extensions.pages") is not None:
+        from ckpttool.extensions.pages.checkpoint import checkpoint_page
+
+        began = time.perf_counter()
+        page = checkpoint_page(checkpoint)
+        taken["page of inspect --html"] = (time.perf_counter() - began, peak_mb())
+        before = taken["open"][1]
+        print(f"page: {time.perf_counter() - began:.1f} s, {len(page):,} bytes, memory {before:.0f} MB before it")
+        print(f"memory with it: {peak_mb():.0f} MB")
     began = time.perf_counter()
     report = ckpttool.consolidate(str(DATA), DATA / "out", to="safetensors", dry_run=True, max_shard_size="50GB")
     taken["open, plan consolidate"] = (time.perf_counter() - began, peak_mb())

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ckpttool
-from ckpttool.integrations.torch import chunks, live
+from ckpttool import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +92,12 @@ def main() -> None:
     own = dist.new_group(backend="gloo")  # torch saves in a thread, whose collectives meet no others there
     model, optimizer = build(kind, parameters)
     inner = model.module if kind == "ddp" else model
-    digests = live.SavedDigests
+    extensions = registry.EXTENSIONS
 
     def ours(out: Path, *, digested: bool = True) -> None:
-        chunks.SavedDigests = digests if digested else lambda *_, **__: None  # type: ignore[assignment,attr-defined]
+        registry.EXTENSIONS = extensions if digested else ()
         ckpttool.CheckpointManager(out).save(model, optimizer=optimizer, step=1)
-        chunks.SavedDigests = digests  # type: ignore[attr-defined]
+        registry.EXTENSIONS = extensions
 
     def state() -> dict[str, Any]:
         weights, states = get_state_dict(inner, optimizer)

@@ -51,6 +51,10 @@ from ckpttool.execution.destination import Needs as Needs
 from ckpttool.extensions.merging.api import AveragedSource as AveragedSource
 from ckpttool.extensions.merging.api import AverageReport as AverageReport
 from ckpttool.extensions.merging.api import average as average
+from ckpttool.extensions.proof.api import Proof as Proof
+from ckpttool.extensions.proof.api import live_digest as live_digest
+from ckpttool.extensions.proof.api import prove as prove
+from ckpttool.extensions.proof.state_digest import StateDigest as StateDigest
 from ckpttool.extensions.stats.api import stats as stats
 from ckpttool.extensions.stats.statistics import Statistics as Statistics
 from ckpttool.extensions.stats.statistics import TensorStats as TensorStats
@@ -59,9 +63,6 @@ from ckpttool.integrations.live.load import load as load
 from ckpttool.integrations.live.manager import CheckpointManager as CheckpointManager
 from ckpttool.integrations.live.report import LoadReport as LoadReport
 from ckpttool.integrations.live.report import SaveReport as SaveReport
-from ckpttool.integrations.proof import Proof as Proof
-from ckpttool.integrations.proof import live_digest as live_digest
-from ckpttool.integrations.proof import prove as prove
 from ckpttool.integrations.torch.rng import derive_rng_state as derive_rng_state
 from ckpttool.integrations.torch.rng import rng_state as rng_state
 from ckpttool.integrations.torch.rng import set_rng_state as set_rng_state
@@ -76,8 +77,7 @@ from ckpttool.model import ParamGroup as ParamGroup
 from ckpttool.model import Replica as Replica
 from ckpttool.model import State as State
 from ckpttool.model import Topology as Topology
-from ckpttool.model.state_digest import StateDigest as StateDigest
-from ckpttool.model.state_digest import TensorDigest as TensorDigest
+from ckpttool.model.items import TensorDigest as TensorDigest
 from ckpttool.saving.coordination import RankError as RankError
 from ckpttool.storage.base import Storage as Storage
 from ckpttool.storage.base import StorageSpec as StorageSpec
@@ -102,3 +102,21 @@ class _ConsolidateOptions(typing.TypedDict, total=False):
     merge_lora: bool
     base: Source | None
     adapter: collections.abc.Sequence[str]
+
+class _LoadOptions(typing.TypedDict, total=False):
+    """Options of ``load`` that extensions add."""
+
+    prove: bool | None
+
+class _CheckpointManagerRestoreOptions(_LoadOptions): ...
+class _RayTrainCheckpointsRestoreOptions(_LoadOptions): ...
+class _PrepareOptions(_LoadOptions): ...
+class _CkptCallbackOptions(_LoadOptions): ...
+class _CkptSavesOptions(_LoadOptions): ...
+
+class _ConvertOptions(typing.TypedDict, total=False):
+    """Options of ``convert`` that extensions add."""
+
+    mesh: collections.abc.Mapping[str, int] | collections.abc.Sequence[int] | None
+    device: str | None
+    torch: typing.Literal["2.6", "2.13"] | None

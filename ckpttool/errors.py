@@ -32,6 +32,7 @@ class CkptError(Exception):
 
     Attributes:
         half_loaded: Whether a load with ``staged=False`` had begun to change the run.
+        falls_back: Whether a restore may try an older checkpoint.
 
     Args:
         path: File, directory or URL; or, if no file has the problem, the name of the argument, package or class:
@@ -42,6 +43,7 @@ class CkptError(Exception):
     """
 
     half_loaded = False
+    falls_back = True
 
     def __init__(self, path: str, problem: str, hint: str, options: tuple[str, ...] = ()) -> None:
         super().__init__(path, problem, hint, options)
@@ -109,4 +111,5 @@ class ProofError(CkptError):
         mismatches: Every part that differs, as text; the first one is in the message.
     """
 
+    falls_back = False
     mismatches: Sequence[str] = ()

@@ -78,17 +78,19 @@ class Option(NamedTuple):
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
     code: str
-    """Function or class to import when it is given: it is called with all given options that have it."""
-    before: str
-    """The parameter of the core before which signature and docstring list it."""
-    annotation: str
+    """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
+    for loads finds them in ``LoadOptions.given``."""
+    before: str = ""
+    """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
+    a ``cli._output.Output``, then writes their report."""
+    annotation: str = "str"
     """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
-    default: Any
+    default: Any = None
     """Value that means that it is not given."""
-    text: str
+    text: str = ""
     """Text of the docstring."""
     after: str = ""
-    """The option after which the help of a command lists it."""
+    """The option after which the help of a command lists it; "" for the last one."""
     section: str = "Options"
     """Section of that help."""
     help: str = ""
@@ -97,6 +99,9 @@ class Option(NamedTuple):
     """Its value in that help."""
     choices: tuple[str, ...] = ()
     """All values that a command accepts; () for any."""
+    parser: str = ""
+    """Function that makes the value from the text of a command, and raises a ``ValueError`` that says how to write it;
+    "" if the text is the value."""
 
 
 class Retention(NamedTuple):
@@ -119,6 +124,8 @@ class Extension(NamedTuple):
     """Its commands."""
     options: tuple[Option, ...] = ()
     """Its options of functions and commands of the core, in the order in which they are listed."""
+    notebook: str = ""
+    """Function that returns a ``Checkpoint`` as HTML for a notebook."""
     addresses: tuple[str, ...] = ()
     """Modules in other packages that only export its public names. They are removed with it."""
     formats: tuple[Format, ...] = ()
@@ -127,9 +134,13 @@ class Extension(NamedTuple):
     """Formats that it writes."""
     retention: Retention | None = None
     """Its action on old checkpoints."""
+    hooks: str = ""
+    """Module with functions that every rank calls: ``after_capture`` of a save returns a ``saving.two_phase.Record``,
+    ``before_load`` may raise an error, ``after_load`` returns the report."""
 
 
-EXTENSIONS = (
+_NEXT_RUN = "The run that will load it"
+EXTENSIONS: tuple[Extension, ...] = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
     Extension(
@@ -187,6 +198,52 @@ EXTENSIONS = (
                 numbered=True,
             ),
         ),
+        options=(
+            Option(
+                "mesh",
+                ("convert",),
+                "",
+                before="prove",
+                annotation="Mapping[str, int] | Sequence[int] | None",
+                default=None,
+                text='For "ranks", sizes of the run\'s device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one '
+                "without names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, "
+                'with the source\'s name, otherwise "fsdp" for verl and no name for Accelerate.',
+                after="layout",
+                section=_NEXT_RUN,
+                help="Device mesh of that run, for ranks; its last dimension shards; N without names.  "
+                "[default: WORLD_SIZE ranks, named as in SRC, or fsdp for verl]",
+                metavar="NAME=N,NAME=N",
+                parser="ckpttool.extensions.rank_files.conversion.parse_mesh",
+            ),
+            Option(
+                "device",
+                ("convert",),
+                "",
+                before="prove",
+                annotation="str | None",
+                default=None,
+                text='For "ranks", the type of the run\'s devices; default: the source\'s, otherwise "cuda".',
+                after="mesh",
+                section=_NEXT_RUN,
+                help="Its device type, for ranks.  [default: the source's, or cuda]",
+                choices=("cpu", "cuda", "hpu", "mps", "npu", "xpu"),
+            ),
+            Option(
+                "torch",
+                ("convert",),
+                "",
+                before="prove",
+                annotation='Literal["2.6", "2.13"] | None',
+                default=None,
+                text='For "ranks", the run\'s torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the '
+                'source\'s, otherwise "2.13". The files load in no other release.',
+                after="device",
+                section=_NEXT_RUN,
+                help="torch of that run, for ranks: 2.6 to 2.9, or 2.13 and later.  [default: the source's, or 2.13]",
+                choices=("2.6", "2.13"),
+            ),
+        ),
         targets=(
             Target(
                 "ranks",
@@ -197,6 +254,56 @@ EXTENSIONS = (
                 checker="ckpttool.extensions.rank_files.conversion.check",
             ),
         ),
+    ),
+    Extension(
+        "pages",
+        options=(
+            Option(
+                "html",
+                ("inspect", "verify", "diff", "ls"),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout); replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("prune",),
+                "ckpttool.extensions.pages.html.Html",
+                help="With --dry-run, write the decisions as an HTML page; replaces an earlier page.",
+                metavar="FILE",
+            ),
+            Option(
+                "html",
+                ("stats",),
+                "ckpttool.extensions.pages.html.Html",
+                help="Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
+                "replaces an earlier page.",
+                metavar="FILE",
+            ),
+        ),
+        notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
+    ),
+    Extension(
+        "proof",
+        options=tuple(
+            Option(
+                "prove",
+                functions,
+                "ckpttool.extensions.proof.hooks.after_load",
+                before=before,
+                annotation="bool | None",
+                default=None,
+                text="Whether to digest the live state after each load, in place, and compare it with the saved one; "
+                "raises a ``ProofError`` if they differ, see ``ckpttool.prove``. Default: if the save recorded digests "
+                "and the state is on an accelerator.",
+            )
+            for before, functions in (
+                ("timeout", ("load",)),
+                ("staged", ("CheckpointManager.restore", "RayTrainCheckpoints.restore")),
+                ("allow", ("prepare", "CkptCallback", "CkptSaves")),
+            )
+        ),
+        hooks="ckpttool.extensions.proof.hooks",
     ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
@@ -274,15 +381,14 @@ def with_extensions(sections: Mapping[str, Mapping[str, str]]) -> dict[str, dict
     return found
 
 
-def imported(code: str) -> Any:
-    """Import a function or class by its module and name."""
-    module, _, name = code.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def actions() -> list[Retention]:
     """Return the actions on checkpoints that no retention rule keeps."""
     return [extension.retention for extension in EXTENSIONS if extension.retention is not None]
+
+
+def hooks(name: str) -> list[Callable[..., Any]]:
+    """Return the functions of a name that extensions have for saves and loads."""
+    return [imported(f"{one.hooks}.{name}") for one in EXTENSIONS if one.hooks]
 
 
 def options_of(function: str) -> list[Option]:
@@ -290,20 +396,21 @@ def options_of(function: str) -> list[Option]:
     return [option for extension in EXTENSIONS for option in extension.options if function in option.functions]
 
 
-def with_options(described: F) -> F:
-    """Add the options of extensions to the signature and the docstring of what takes them as ``**given``.
+def parameters_of(function: str) -> list[Option]:
+    """Return the options that are parameters of a function, not of its command alone."""
+    return [option for option in options_of(function) if option.before]
 
-    Args:
-        described: A function, or a class.
-    """
+
+def with_options(function: F) -> F:
+    """Add the options of extensions to the signature and docstring of a function or a class that takes ``**given``."""
     import inspect
     import re
     import textwrap
 
-    function: Any = vars(described)["__init__"] if isinstance(described, type) else described
-    signature, text = inspect.signature(function), described.__doc__ or ""
-    *parameters, _ = signature.parameters.values()
-    for option in options_of(described.__qualname__):
+    called: Any = vars(function)["__init__"] if isinstance(function, type) else function
+    signature, text = inspect.signature(called), function.__doc__ or ""
+    parameters = [one for one in signature.parameters.values() if one.name != "given"]
+    for option in parameters_of(function.__qualname__):
         name, default, annotation = option.name, option.default, option.annotation
         added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         parameters.insert([one.name for one in parameters].index(option.before), added)
@@ -311,15 +418,15 @@ def with_options(described: F) -> F:
         if listed is not None:  # Python may run without docstrings
             wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
             text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
-    function.__signature__ = signature.replace(parameters=parameters)
-    function.__annotations__ |= {one.name: one.annotation for one in parameters}
-    del function.__annotations__["given"]
-    described.__doc__ = text
-    return described
+    called.__signature__ = signature.replace(parameters=parameters)
+    called.__annotations__ |= {one.name: one.annotation for one in parameters}
+    called.__annotations__.pop("given", None)
+    function.__doc__ = text
+    return function
 
 
-def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
-    """Call the code of the given options of a function; return the result of each.
+def values_of(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of all options that extensions add to a function, by name.
 
     Args:
         function: Its qualified name.
@@ -328,11 +435,24 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     Raises:
         TypeError: No extension that is present has an option of that name.
     """
-    options = {option.name: option for option in options_of(function)}
-    calls: dict[str, dict[str, Any]] = {}
-    for name, value in given.items():
+    options = {option.name: option.default for option in parameters_of(function)}
+    for name in given:
         if name not in options:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        if value != options[name].default:
-            calls.setdefault(options[name].code, {})[name] = value
+    return options | dict(given)
+
+
+def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
+    """Call the code of the given options of a function; return the result of each. Arguments as for ``values_of``."""
+    values = values_of(function, given)
+    calls: dict[str, dict[str, Any]] = {}
+    for option in parameters_of(function):
+        if option.code and values[option.name] != option.default:
+            calls.setdefault(option.code, {})[option.name] = values[option.name]
     return [imported(code)(**values) for code, values in calls.items()]
+
+
+def imported(code: str) -> Any:
+    """Import a function or class by its address."""
+    module, _, name = code.rpartition(".")
+    return getattr(importlib.import_module(module), name)

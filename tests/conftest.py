@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import shutil
 import signal
@@ -23,13 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-    from tests.pages import browser as browsers
 
 settings.register_profile("default", deadline=None, max_examples=32, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
 settings.load_profile("default")
 
-LONG = ("tests/pages/", "tests/storage/", "tests/saving/")
+LONG = ("tests/extensions/pages/", "tests/storage/", "tests/saving/")
 """Directories with files that take longest, of those without DeepSpeed: begun last, one of them would be waited for."""
 
 # What is imported and collected lives as long as the process; ``pytest_collection_finish`` enables it again.
@@ -155,36 +153,6 @@ def crash_points(request: pytest.FixtureRequest) -> Callable[[int], None]:
         request.node.user_properties.append(("crash points", count))
 
     return tried
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[browsers.Browser]:
-    """A headless browser for all tests of this process."""
-    from tests.pages import browser as browsers
-
-    with browsers.running() as running:
-        yield running
-
-
-@pytest.fixture
-def opened(browser: browsers.Browser, tmp_path: Path) -> Iterator[Callable[..., browsers.Opened]]:
-    """Opens pages, and closes them after the test."""
-    from tests.pages import browser as browsers
-
-    pages: list[browsers.Opened] = []
-    number = itertools.count()
-
-    def open_page(data: bytes | Path, **options: Any) -> browsers.Opened:
-        path = data
-        if isinstance(path, bytes):
-            path = tmp_path / f"page-{next(number)}.html"
-            path.write_bytes(data if isinstance(data, bytes) else b"")
-        pages.append(browsers.Opened(browser, path, **options))
-        return pages[-1]
-
-    yield open_page
-    for page in pages:
-        page.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

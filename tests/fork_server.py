@@ -20,7 +20,7 @@ from tests.storage.server import RARE_COLLECTIONS
 
 IMPORTED = (
     *(f"ckpttool.integrations.deepspeed.{n}" for n in (
-        "capture", "inject", "live_state", "load", "restorable", "run", "stage0",
+        "capture", "inject", "load", "restorable", "run", "stage0",
     )),
     *(f"ckpttool.integrations.live.{n}" for n in ("host_memory", "load", "manager")),
     "ckpttool.integrations.torch.run",

@@ -13,7 +13,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIRECTORIES = {
-    "ckpttool/pages": ["tests/pages"],
     "ckpttool/api": ["tests/cli", "tests/targets"],
     "ckpttool/formats/zero": ["tests/formats"],
     "ckpttool/integrations": ["tests/integrations", "tests/under_ray"],

@@ -6,7 +6,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from ckpttool.registry import EXTENSIONS
 
-TOGETHER = ("tests/under_ray/", "tests/pages/", *(f"tests/extensions/{row.name}/" for row in EXTENSIONS))
+TOGETHER = ("tests/under_ray/", *(f"tests/extensions/{row.name}/" for row in EXTENSIONS))
 """Directories of the tests that start Ray clusters, that share a browser, and whose fork server imports a framework."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool import digests
-from ckpttool.integrations.torch import live
+from ckpttool.integrations.torch import digest as of_torch
 
 MASK = (1 << 64) - 1
 DTYPES = (
@@ -142,18 +142,16 @@ def test_operations_of_an_accelerator_give_the_same_digest(dtype: str, starts: A
     shape = (11, 13, 17)
     own = (3, 13, 17) if starts in (0, 7, (2, 0, 0)) else (3, 4, 5)
     tensor = (torch.randn(own, generator=torch.Generator().manual_seed(0)) * 50).to(getattr(torch, dtype))
-    expected = live.Piece("weights", "a", tensor, shape, starts).digest()
-    assert live._on_device(tensor, starts, shape) == expected
-    assert expected != live.Piece("weights", "a", tensor, shape, 8).digest()
+    expected = of_torch.digest(tensor, starts, shape)
+    assert of_torch._on_device(tensor, starts, shape) == expected
+    assert expected != of_torch.digest(tensor, 8, shape)
 
 
 @pytest.mark.parametrize(
     "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)]
 )
 def test_a_digest_does_not_depend_on_strides(tensor: torch.Tensor) -> None:
-    of_strides, contiguous = (
-        live.Piece("weights", "a", t, tuple(tensor.shape), 0).digest() for t in (tensor, tensor.contiguous())
-    )
+    of_strides, contiguous = (of_torch.digest(t, 0, tensor.shape) for t in (tensor, tensor.contiguous()))
     assert of_strides == contiguous
 
 

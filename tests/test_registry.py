@@ -6,15 +6,17 @@ import ast
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 import pytest
 
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
+from ckpttool.cli._errors import invoke
 from ckpttool.cli._options import Command
-from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, options_of, with_options
+from ckpttool.cli._output import Output, show
+from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, hooks, options_of, values_of, with_options
 
 STUB = Path(ckpttool.__file__).with_suffix(".pyi")
 MANY = Option(
@@ -36,6 +38,23 @@ FLAG = MANY._replace(name="twice", annotation="bool", default=False, text="Write
 def changed(**given: Any) -> dict[str, Any]:
     """Does what the options of an extension ask for."""
     return given
+
+
+class Page(Output):
+    """What a report is written to."""
+
+    printed: ClassVar[list[Any]] = []
+
+    def __init__(self, out: str) -> None:
+        self.out = out
+
+    def check(self, context: click.Context) -> None:
+        if self.out == "no":
+            raise click.UsageError("not there")
+        self.printed.append("checked")
+
+    def show(self, report: Any, context: click.Context) -> None:
+        self.printed.append((self.out, report))
 
 
 @pytest.fixture
@@ -97,6 +116,48 @@ def test_the_code_of_given_options_is_called_with_them() -> None:
 
 
 @pytest.mark.usefixtures("rows")
+def test_a_function_gets_the_values_of_all_its_options() -> None:
+    assert values_of("write", {"twice": True}) == {"names": (), "twice": True}
+    assert values_of("read", {}) == {}
+    with pytest.raises(TypeError) as caught:
+        values_of("write", {"thrice": True})
+    assert str(caught.value) == "write() got an unexpected keyword argument 'thrice'"
+
+
+def test_a_class_has_the_options_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        """Holds.
+
+        Args:
+            first: The first.
+            last: The last.
+        """
+
+        def __init__(self, first: int = 0, *, last: int = 1, **others: Any) -> None:
+            """Keep what is given."""
+
+    Holder.__qualname__ = "Holder"
+    row = Extension("a", options=(FLAG._replace(functions=("Holder",)),))
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (row,))
+    with_options(Holder)
+    assert str(inspect.signature(Holder)) == (
+        "(first: 'int' = 0, *, twice: 'bool' = False, last: 'int' = 1, **others: 'Any') -> 'None'"
+    )
+    assert inspect.cleandoc(Holder.__doc__ or "").splitlines()[-2:] == [
+        "    twice: Write twice.",
+        "    last: The last.",
+    ]
+
+
+def test_hooks_are_functions_of_the_modules_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (Extension("a"), Extension("b", hooks="posixpath"))
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", rows)
+    assert [hook("x", "y") for hook in hooks("join")] == ["x/y"]
+    for row in EXTENSIONS:
+        assert not row.hooks or row.hooks.startswith(f"ckpttool.extensions.{row.name}.")
+
+
+@pytest.mark.usefixtures("rows")
 def test_a_command_has_the_options_of_its_rows() -> None:
     options = [click.Option(["--first"], help="F."), click.Option(["--last"], help="L.")]
     command = Command("write", params=[*options], callback=lambda **given: click.echo(given))
@@ -105,6 +166,17 @@ def test_a_command_has_the_options_of_its_rows() -> None:
     assert "Names:\n  --names NAME  One to write (repeatable).\n  --twice       One to write (repeatable).\n" in text
     given = command.make_context("write", ["--names", "a", "--names", "b", "--twice"]).params
     assert given == {"first": None, "names": ("a", "b"), "twice": True, "last": None}
+
+
+def test_an_output_of_an_extension_is_no_argument_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Option("page", ("write",), f"{__name__}.Page", help="A page.")
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (Extension("a", options=(row,)),))
+    command = Command("write", params=[click.Option(["--first"])], callback=lambda first: show(f"report {first}"))
+    printed: list[Any] = []
+    monkeypatch.setattr(Page, "printed", printed)
+    assert invoke(command, ["--first", "1", "--page", "out"]) == 0
+    assert printed == ["checked", ("out", "report 1")]
+    assert invoke(command, ["--first", "1", "--page", "no"]) == 2
 
 
 @pytest.mark.parametrize("row", EXTENSIONS, ids=[row.name for row in EXTENSIONS])
@@ -120,16 +192,16 @@ def test_rows_are_listed_where_they_say(row: Extension) -> None:
 
 def test_the_stub_lists_the_options_of_each_function() -> None:
     """Extensions that are removed stay in it, as all their public names do."""
-    classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    stub = {
-        (node.name, ast.unparse(field.target)): ast.unparse(field.annotation)
-        for node in classes
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-    }
+    stub: dict[tuple[str, str], str] = {}
+    for node in ast.parse(STUB.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+            stub |= {(node.name, name): annotation for (one, name), annotation in stub.items() if one in bases}
+            fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+            stub |= {(node.name, ast.unparse(field.target)): ast.unparse(field.annotation) for field in fields}
     functions = {name for extension in EXTENSIONS for option in extension.options for name in option.functions}
     for name in sorted(functions):
         class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))
-        for option in options_of(name):
+        for option in (one for one in options_of(name) if one.before):
             annotation = stub[f"_{class_name}Options", option.name]
             assert re.sub(r"typing\.|collections\.abc\.", "", annotation) == option.annotation

@@ -21,8 +21,8 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader, chunk_elements
 from ckpttool.model import TensorFloat, TensorInteger
+from ckpttool.model.items import OPTION, STATE, Item, paired, tied_names
 from ckpttool.model.selection import WEIGHTS, contents, matcher
-from ckpttool.model.state_digest import OPTION, STATE, Item, paired, tied_names
 from ckpttool.plan.builder import source_files
 
 if TYPE_CHECKING:

@@ -4,64 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ckpttool import digests
 from ckpttool.blocks import Facts, Shown
 from ckpttool.concurrency import default_jobs, in_order
-from ckpttool.containers.values import Opaque, TensorRef
-from ckpttool.dtypes import numpy_dtype
 from ckpttool.errors import LayoutError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
 from ckpttool.execution.state_reader import StateReader
 from ckpttool.model import MASTER, MODULE
-from ckpttool.model.selection import WEIGHTS, Content, contents
-from ckpttool.model.state_digest import (
-    NOT_COMPARED,
-    NOT_HYPERPARAMETERS,
-    PYTHON,
+from ckpttool.model.items import (
     STATE,
     Fact,
     Item,
     Mismatch,
-    StateDigest,
     TensorDigest,
     canonical,
     difference,
     equal_values,
-    leaves,
     paired,
 )
+from ckpttool.model.selection import WEIGHTS, Content, contents
 from ckpttool.plan.builder import source_files
 from ckpttool.plan.casts import cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ckpttool.blocks import Block
-    from ckpttool.model import Checkpoint, Parameter, State
+    from ckpttool.model import Checkpoint, State
     from ckpttool.units import Advance
-
-
-SCALER = (
-    "cur_scale",
-    "cur_iter",
-    "last_overflow_iter",
-    "cur_hysteresis",
-    "scale_factor",
-    "scale_window",
-    "min_scale",
-    "delayed_shift",
-    "consecutive_hysteresis",
-    "raise_error_at_min_scale",
-)
-"""Attributes of DeepSpeed's dynamic loss scaler: its state, and its settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +71,21 @@ def digest(checkpoint: Checkpoint, *, jobs: int | None, advance: Advance) -> Dig
     Raises:
         StorageError: Reading failed, or a file changed meanwhile.
     """
-    found = tensor_digests(checkpoint, _held(checkpoint), jobs=jobs, advance=advance)
+    found = tensor_digests(checkpoint, every_tensor(checkpoint), jobs=jobs, advance=advance)
     weights = {names: one for names, one in found.items() if names[0] == WEIGHTS}
     optimizer = {names: one for names, one in found.items() if names[0] not in {WEIGHTS, MODULE}}
-    return Digest(_joined(weights), _joined(optimizer) if optimizer else None, _by_state(found))
+    return Digest(_joined(weights), _joined(optimizer) if optimizer else None, by_state(found))
 
 
-def _by_state(found: Mapping[tuple[str, str], TensorDigest]) -> dict[str, dict[str, TensorDigest]]:
+def by_state(found: Mapping[tuple[str, str], TensorDigest]) -> dict[str, dict[str, TensorDigest]]:
+    """Return digests by state and name of ``tensor_digests`` as mappings in mappings."""
     result: dict[str, dict[str, TensorDigest]] = {}
     for (key, name), one in found.items():
         result.setdefault(key, {})[name] = one
     return result
 
 
-def _held(checkpoint: Checkpoint) -> list[Content]:
+def every_tensor(checkpoint: Checkpoint) -> list[Content]:
     """Return all tensors, and the copies that the module computes with, of the parameters that have masters too."""
     trained = [p for p in checkpoint.parameters if MODULE in p.states and MASTER in p.states]
     return [*contents(checkpoint), *(Content(p.name, MODULE, p.states[MODULE]) for p in trained)]
@@ -143,80 +119,6 @@ def tensor_digests(
         sources.finish_checks(jobs=jobs)
         sources.check_unchanged()
     return found
-
-
-def state_digest(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> StateDigest:
-    """Return the digests and numbers of a checkpoint's files, for a proof.
-
-    Args:
-        checkpoint: The checkpoint.
-        share: Number of this rank, and number of ranks: each digests a share of the tensors.
-
-    Raises:
-        StorageError: Reading failed, or a file changed meanwhile.
-    """
-    rank, ranks = share
-    held = _held(checkpoint)
-    numbers: dict[str, dict[str, float]] = {}
-    types: dict[str, dict[str, str]] = {}
-    parameters = {p.name: p for p in checkpoint.parameters}
-    with_number = [c for c in held if c.name in parameters and _is_number(c, parameters[c.name])]
-    plain = [c for c in held if c not in with_number]
-    tensors = _by_state(tensor_digests(checkpoint, plain[rank::ranks], jobs=None))
-    if with_number:
-        files = source_files(checkpoint)
-        with Sources(files, checks_for(files, checkpoint, "read")) as sources:
-            for c in with_number:
-                for _, values in StateReader(sources).chunks(c.state):
-                    numbers.setdefault(c.key, {})[c.name] = float(values[0])
-                    types.setdefault(c.key, {})[c.name] = c.state.dtype
-    for group in checkpoint.groups:
-        for name in group.parameters:
-            parameter = parameters.get(name)
-            shape = None if parameter is None else parameter.shape
-            own = group.scalars if parameter is None else checkpoint.numbers(parameter)
-            for key, scalar in own.items():
-                if key == "step" or scalar.dtype is None or scalar.shape != shape:
-                    numbers.setdefault(key, {}).setdefault(name, float(scalar.value))
-                    types.setdefault(key, {}).setdefault(name, scalar.dtype or PYTHON)
-                elif rank == 0:  # of a parameter of one element, where a number looks like a state of its shape
-                    value = np.array([scalar.value], dtype=numpy_dtype(scalar.dtype))
-                    tensors.setdefault(key, {})[name] = TensorDigest(scalar.dtype, shape, digests.digest(value))
-    counters = {"global_steps": checkpoint.step, "global_samples": checkpoint.samples}
-    counters["skipped_steps"] = checkpoint.skipped_steps if checkpoint.native else None
-    return StateDigest(
-        tensors=tensors,
-        numbers=numbers,
-        types=types,
-        groups=[
-            {k: canonical(v, not_read) for k, v in group.hyperparameters.items() if k not in NOT_HYPERPARAMETERS}
-            for group in checkpoint.groups
-        ],
-        group_of={name: n for n, group in enumerate(checkpoint.groups) for name in group.listed or group.parameters},
-        values={name: canonical(value) for name, value in counters.items() if value is not None}
-        | (leaves("scheduler", checkpoint.scheduler, not_read) if isinstance(checkpoint.scheduler, Mapping) else {})
-        | (_loss_scale(checkpoint.loss_scaler) if checkpoint.dtype == "F16" else {}),
-    )
-
-
-def not_read(value: Any) -> str | None:
-    """Return the text of a tensor or an object in a file, which is not compared."""
-    if isinstance(value, Opaque):
-        return f"{NOT_COMPARED}{value.qualified_name}"
-    return f"{NOT_COMPARED}tensor" if isinstance(value, TensorRef) else None
-
-
-def _loss_scale(scaler: Any) -> dict[str, str]:
-    """Return the numbers of a dynamic loss scaler, in which form a file has it."""
-    state = scaler if isinstance(scaler, Mapping) else getattr(scaler, "state", None)
-    found = state if isinstance(state, Mapping) else {}
-    return {f"loss_scale.{key}": canonical(found[key]) for key in SCALER if key in found}
-
-
-def _is_number(content: Content, parameter: Parameter) -> bool:
-    """Return whether a state is one number for a parameter, such as a step."""
-    shape = content.state.shape
-    return content.state.numel == 1 and len(shape) < 2 and (content.key == "step" or shape != parameter.shape)
 
 
 def _joined(found: Mapping[tuple[str, str], TensorDigest]) -> str:
@@ -255,7 +157,7 @@ def same_digest(source: Checkpoint, written: Checkpoint, directory: str, jobs: i
     both = [key for key in numbers[0] if key in numbers[1]]  # not all formats have all of them
     _check_same(directory, *({key: canonical(own[key]) for key in both} for own in numbers))
     tensors = [
-        {names: one for names, one in tensor_digests(c, _held(c), jobs=jobs).items() if names[0] != MODULE}
+        {names: one for names, one in tensor_digests(c, every_tensor(c), jobs=jobs).items() if names[0] != MODULE}
         for c in (source, written)
     ]
     _check_same(directory, *tensors)

@@ -15,12 +15,16 @@ from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
+from ckpttool.registry import values_of, with_options
 from ckpttool.targets.table import TARGETS, check, plan
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _ConvertOptions
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
@@ -47,6 +51,7 @@ class ConvertReport(Shown):
         yield from written.remarks(self.notes)
 
 
+@with_options
 def convert(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
@@ -61,9 +66,6 @@ def convert(  # noqa: PLR0913  public API
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     buffers: Sequence[str] | None = None,
     layout: Literal["nested", "flat", "app", "accelerate", "torchtitan", "lightning", "verl"] | None = None,
-    mesh: Mapping[str, int] | Sequence[int] | None = None,
-    device: str | None = None,
-    torch: Literal["2.6", "2.13"] | None = None,
     prove: bool = False,
     check: Check = "read",
     dry_run: bool = False,
@@ -76,6 +78,7 @@ def convert(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    **given: Unpack[_ConvertOptions],
 ) -> ConvertReport:
     """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
@@ -104,12 +107,6 @@ def convert(  # noqa: PLR0913  public API
             "accelerate" for Accelerate's and the Trainer's FSDP2; "torchtitan" for one step of torchtitan, without
             dataloader and scheduler; "lightning" for Lightning's ``ModelParallelStrategy``, from a checkpoint of
             Lightning with one optimizer. For "ranks": "verl" or "accelerate".
-        mesh: For "ranks", sizes of the run's device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one without
-            names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, with the
-            source's name, otherwise "fsdp" for verl and no name for Accelerate.
-        device: For "ranks", the type of the run's devices; default: the source's, otherwise "cuda".
-        torch: For "ranks", the run's torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the source's,
-            otherwise "2.13". The files load in no other release.
         prove: Digest the source and the output, and commit only if they are equal.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
@@ -150,7 +147,8 @@ def convert(  # noqa: PLR0913  public API
         "round_robin": round_robin,
     }
     asked |= {"expert_parallel": expert_parallel, "dtype": short_name(dtype), "layout": layout}
-    asked |= {"buffers": None if buffers is None else tuple(buffers), "mesh": mesh, "device": device, "torch": torch}
+    asked |= {"buffers": None if buffers is None else tuple(buffers)}
+    asked |= values_of("convert", given)
     return _convert(src, checked_path("out", out), to, asked, options)
 
 

@@ -12,6 +12,7 @@ from ckpttool.blocks import Line, Shown
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
 from ckpttool.model import Checkpoint
+from ckpttool.registry import EXTENSIONS, imported
 from ckpttool.units import Meter, format_size
 
 if TYPE_CHECKING:
@@ -54,11 +55,10 @@ def inspect(
     return open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
 
 
-def _notebook(checkpoint: Checkpoint) -> str:
-    """Return the page of a checkpoint in a frame of its own, for a cell of a notebook."""
-    from ckpttool.pages.checkpoint import notebook_frame
-
-    return notebook_frame(checkpoint)
+def _notebook(checkpoint: Checkpoint) -> str | None:
+    """Return a checkpoint as HTML for a cell of a notebook: as an extension draws it, or else its tables."""
+    drawn = [extension.notebook for extension in EXTENSIONS if extension.notebook]
+    return imported(drawn[0])(checkpoint) if drawn else Shown._repr_html_(checkpoint)
 
 
 def _described(checkpoint: Checkpoint) -> Iterator[Block]:

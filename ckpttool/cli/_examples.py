@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[str, tuple[str, str, str]]] = {
     ),
     "ls": (
         "keep",
-        ("ckpttool ls runs", "ckpttool ls s3://bucket/run --json", "ckpttool ls runs --html runs.html"),
+        ("ckpttool ls runs", "ckpttool ls s3://bucket/run --json", "ckpttool ls runs/checkpoint-500"),
     ),
     "prune": (
         "keep",

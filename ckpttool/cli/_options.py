@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shlex
-import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,7 +14,7 @@ import click
 from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
-from ckpttool.registry import actions, options_of
+from ckpttool.registry import actions, imported, options_of
 from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -78,8 +78,17 @@ class Command(click.Command):
         self.page, self.examples = page, examples
         self.added = options_of(self.name or "")
         for option in self.added:
-            place = [one.name for one in self.params].index(option.after) + 1
+            names = [one.name for one in self.params]
+            place = names.index(option.after) + 1 if option.after else len(names)
             self.params.insert(place, _option_of(option))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function of the command, whose report an option of an extension may write elsewhere."""
+        for option in (one for one in self.added if not one.before):
+            if (value := ctx.params.pop(option.name)) is not None:
+                ctx.meta[OUTPUT] = imported(option.code)(value)
+                ctx.invoke(ctx.meta[OUTPUT].check, ctx)
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse arguments; name all missing ones at once."""
@@ -128,15 +137,26 @@ def _option_of(option: Option) -> click.Option:
         given["type"] = click.Choice(option.choices)
     elif option.annotation == "int | None":
         given["type"] = click.IntRange(1)
+    if option.parser:
+        given["callback"] = partial(_parsed, option.parser)
     flag = f"--{option.name.replace('_', '-')}"
     return click.Option([flag], help=option.help, metavar=option.metavar, **given)
+
+
+def _parsed(parser: str, _: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+    """Make the value of an option by its parser; fail as wrong usage."""
+    if text is None:
+        return None
+    try:
+        return imported(parser)(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param=parameter) from None
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Options": (),
     "The run that will load it": (
-        "world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "layout", "mesh", "device", "torch",
-        "buffers",
+        "world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "layout", "buffers",
     ),
     "Choice of tensors": ("include", "exclude", "exclude_frozen", "optimizer"),
     "LoRA": ("adapter_only",),
@@ -153,6 +173,10 @@ _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
 _RAY_ADDRESS = "ckpttool.ray_address"
 """Key of ``--ray-address``."""
+JSON = "ckpttool.json"
+"""Key of ``--json``."""
+OUTPUT = "ckpttool.output"
+"""Key of the output of an extension."""
 QUIET = "ckpttool.quiet"
 """Key of ``--quiet``."""
 WIDE = "ckpttool.wide"
@@ -250,10 +274,6 @@ include_option = click.option(
 exclude_option = click.option(
     "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches (repeatable)."
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-html_option = click.option(
-    "--html", metavar="FILE", help="Write a self-contained HTML page (- for stdout); replaces an earlier page."
-)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print the planned files and the needed space and memory, and write nothing."
 )
@@ -288,10 +308,13 @@ debug_option = click.option("--debug", is_flag=True, expose_value=False, help="S
 
 def json_option(function: F) -> F:
     """Add ``--json``, and ``--wide`` for the same report as a table."""
+    json = click.option(
+        "--json", "as_json", is_flag=True, expose_value=False, callback=_note(JSON), help="Print JSON for programs."
+    )
     wide = click.option(
         "--wide", is_flag=True, expose_value=False, callback=_note(WIDE), help="Print tables whole on a terminal, too."
     )
-    return _json(wide(function))
+    return json(wide(function))
 
 
 def _ray(context: click.Context, _: click.Parameter, value: bool) -> bool | str | None:
@@ -406,30 +429,6 @@ def retention_options(function: F) -> F:
     for rule in reversed(rules):
         function = rule(function)
     return function
-
-
-def check_page(html: str | None, as_json: bool, given: dict[str, Any]) -> None:
-    """Refuse a page that must not be written, before any work is done.
-
-    Args:
-        html: The value of ``--html``.
-        as_json: Whether ``--json`` is given.
-        given: The other options of the command.
-
-    Raises:
-        click.UsageError: The page and JSON, or a page on the terminal.
-        StorageError: The file exists and is not a page, or it cannot be written.
-    """
-    if html is None:
-        return
-    if as_json:
-        raise click.UsageError("choose one of --html and --json")
-    from ckpttool.api._pages import STDOUT
-    from ckpttool.api._pages import check_page as check
-
-    if html == STDOUT and sys.stdout.isatty():
-        raise click.UsageError("--html - writes to the standard output: redirect it to a file")
-    check(html, storage_options=given["storage_options"])
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:

@@ -8,18 +8,19 @@ import shutil
 import sys
 import textwrap
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpttool.blocks import Facts, Line, Table
-from ckpttool.cli._options import QUIET, WIDE
+from ckpttool.cli._options import JSON, OUTPUT, QUIET, WIDE
 from ckpttool.messages import printable
 from ckpttool.storage import storage_error
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.progress import Progress as Bar
 
@@ -40,6 +41,54 @@ def terminal_width() -> int:
 def is_colored() -> bool:
     """Return whether the output is a terminal that shows colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+class Output(ABC):
+    """Writes the report of a command, with an option of an extension, instead of the terminal."""
+
+    @abstractmethod
+    def check(self, context: click.Context) -> None:
+        """Refuse what must not be written, before any work is done.
+
+        Raises:
+            click.UsageError: The options of the command exclude each other.
+            CkptError: The output cannot be written.
+        """
+
+    @abstractmethod
+    def show(self, report: Any, context: click.Context) -> None:
+        """Write the report of a command that was called with the arguments in its context.
+
+        Raises:
+            CkptError: It cannot be written.
+        """
+
+
+def show(
+    report: Any, *, plain: Callable[[], Any] | None = None, blocks: Callable[[], Iterable[Block]] | None = None
+) -> None:
+    """Show the report of a command: in the output of an extension, as JSON, or as lines and tables.
+
+    Args:
+        report: The report.
+        plain: Returns the mapping or dataclass for JSON; default: the report.
+        blocks: Returns the lines and tables; default: the report's.
+
+    Raises:
+        CkptError: It cannot be written.
+    """
+    context = click.get_current_context()
+    if OUTPUT in context.meta:
+        context.meta[OUTPUT].show(report, context)
+    elif is_given(JSON):
+        print_json(report if plain is None else plain())
+    else:
+        print_blocks(report.blocks() if blocks is None else blocks())
+
+
+def is_text() -> bool:
+    """Return whether ``show`` prints lines and tables."""
+    return not is_given(JSON) and not is_given(OUTPUT)
 
 
 def print_blocks(blocks: Iterable[Block]) -> None:
@@ -85,18 +134,19 @@ def _print_facts(facts: Facts) -> None:
 
 def is_wide() -> bool:
     """Return whether the command has the option ``--wide``."""
-    return _is_given(WIDE)
+    return is_given(WIDE)
 
 
-def _is_given(key: str) -> bool:
+def is_given(key: str) -> bool:
+    """Return whether the context of the command has an option, by its key."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(key))
 
 
 def _print(text: str) -> None:
     """Write a text for people."""
-    if not _is_given(QUIET):
-        _write(text)
+    if not is_given(QUIET):
+        write(text)
 
 
 def print_line(text: str, *, color: str | None = None) -> None:
@@ -112,29 +162,10 @@ def print_json(data: Any) -> None:
 
     from ckpttool.analysis.json_report import JSON_VERSION, as_plain
 
-    _write(json.dumps({"version": JSON_VERSION, **as_plain(data)}, indent=2, allow_nan=False) + "\n")
+    write(json.dumps({"version": JSON_VERSION, **as_plain(data)}, indent=2, allow_nan=False) + "\n")
 
 
-def write_page(html: str, data: bytes, given: dict[str, Any]) -> None:
-    """Write the page of ``--html``, and print its path; with "-", write only the page, to the standard output.
-
-    Args:
-        html: The value of ``--html``.
-        data: The page.
-        given: Options of the command.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    from ckpttool.api import _pages
-
-    if html == _pages.STDOUT:
-        _write(data)
-        return
-    print_line(f"{_pages.write_page(html, data, storage_options=given['storage_options'])}: wrote a page")
-
-
-def _write(text: str | bytes) -> None:
+def write(text: str | bytes) -> None:
     """Write to stdout. A closed pipe (``| head``) is not an error, a full disk is.
 
     Raises:
@@ -158,7 +189,7 @@ def _write(text: str | bytes) -> None:
 @contextlib.contextmanager
 def progress_bar(what: str) -> Iterator[Progress]:
     """Show a bar on a terminal, a line every minute elsewhere; nothing for work that ends or fails at once."""
-    if _is_given(QUIET):
+    if is_given(QUIET):
         yield lambda done, total: None
     elif sys.stderr.isatty():
         with _bar(what) as progress:

@@ -11,27 +11,17 @@ from ckpttool.cli import _options as options
 
 @click.command(cls=options.Command, short_help="List the checkpoints under a root.")
 @click.argument("root", type=click.Path(readable=False))
-@options.html_option
 @options.json_option
 @options.common_options
-def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
+def ls(root: str, **given: Any) -> None:
     """List the checkpoints in the directory ROOT, sorted by step: ranks, size, age, complete or torn.
 
     ROOT is a checkpoint root, or the output directory of a trainer, with a directory for each checkpoint.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, write_page
+    from ckpttool.cli._output import show
 
-    options.check_page(html, as_json, given)
-    found = ckpttool.ls(root, **options.chosen(given))
-    if html is not None:
-        from ckpttool.api._pages import page_of_catalog
-
-        write_page(html, page_of_catalog(found), given)
-    elif as_json:
-        print_json(found)
-    else:
-        print_blocks(found.blocks())
+    show(ckpttool.ls(root, **options.chosen(given)))
 
 
 @click.command(cls=options.Command, short_help="Delete the checkpoints that no rule keeps, or their optimizer states.")
@@ -47,15 +37,12 @@ def ls(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     help="With --torn, least age of their newest file.  [default: 1h]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the decisions and the bytes that they free, and change nothing.")
-@click.option(
-    "--html", metavar="FILE", help="With --dry-run, write the decisions as an HTML page; replaces an earlier page."
-)
 @click.option("--sign-key", metavar="FILE|env:NAME", help="Key of signed checkpoints to thin.")
 @options.jobs_option
 @options.memory_option
 @options.json_option
 @options.common_options
-def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
+def prune(root: str, **given: Any) -> None:
     """Delete checkpoints from the directory ROOT, or thin them, and print the reason for each.
 
     A checkpoint that any rule keeps is not changed. These are always kept: the newest complete checkpoint, the one
@@ -65,36 +52,24 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
     """
     import ckpttool
     from ckpttool.catalog.retention import Decisions, parse_best
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
+    from ckpttool.cli._output import progress_bar, show
     from ckpttool.errors import PruneError
 
     if not given["torn"] and all(given[rule] is None for rule in options.RETENTION):
         flags = ", ".join(f"--{rule.replace('_', '-')}" for rule in options.RETENTION)
         raise click.UsageError(f"give a retention rule: {flags}; or --torn")
-    if html is not None and not given["dry_run"]:
-        raise click.UsageError("--html is for --dry-run")
     if given["keep_best"] is not None:
         try:
             parse_best(given["keep_best"])
         except ValueError:
             raise click.UsageError("--keep-best takes METRIC, METRIC:min or METRIC:max, and :COUNT after it") from None
-    options.check_page(html, as_json, given)
     failed: PruneError | None = None
     with progress_bar("prune") as progress:
         try:
             decisions = ckpttool.prune(root, progress=progress, **options.chosen(given))
         except PruneError as error:
             failed, decisions = error, Decisions(error.decisions)
-    if html is not None:
-        from ckpttool.api._pages import page_of_catalog
-
-        found = ckpttool.ls(root, **{name: given[name] for name in ("storage_options", "follow_links")})
-        rules = {rule: given[rule] for rule in options.RETENTION if given[rule] is not None}
-        write_page(html, page_of_catalog(found, decisions, rules), given)
-    elif as_json:
-        print_json({"decisions": decisions})
-    else:
-        print_blocks(decisions.blocks())
+    show(decisions, plain=lambda: {"decisions": decisions})
     if failed is not None:
         raise failed
 
@@ -105,19 +80,17 @@ def prune(root: str, html: str | None, as_json: bool, **given: Any) -> None:
 @options.tag_option
 @options.json_option
 @options.common_options
-def pin(src: Any, as_json: bool, **given: Any) -> None:
+def pin(src: Any, **given: Any) -> None:
     """Pin the checkpoint SRC: prune, CheckpointManager and a trainer's rotation neither remove nor thin it.
 
     ls shows pins; unpin removes one.
     """
     import ckpttool
-    from ckpttool.cli._output import print_json, print_line
+    from ckpttool.blocks import Line
+    from ckpttool.cli._output import show
 
     made = ckpttool.pin(src, **options.chosen(given))
-    if as_json:
-        print_json(made)
-    else:
-        print_line(str(made))
+    show(made, blocks=lambda: [Line(str(made))])
 
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
@@ -125,13 +98,14 @@ def pin(src: Any, as_json: bool, **given: Any) -> None:
 @options.tag_option
 @options.json_option
 @options.common_options
-def unpin(src: Any, as_json: bool, **given: Any) -> None:
+def unpin(src: Any, **given: Any) -> None:
     """Remove the pin of the checkpoint SRC: retention rules count it again."""
     import ckpttool
-    from ckpttool.cli._output import print_json, print_line
+    from ckpttool.blocks import Line
+    from ckpttool.cli._output import show
 
     removed = ckpttool.unpin(src, **options.chosen(given))
-    if as_json:
-        print_json(removed)
-    else:
-        print_line(f"{removed.path}: unpinned; it was pinned by {removed.who or '?'}: {removed.why}")
+    show(
+        removed,
+        blocks=lambda: [Line(f"{removed.path}: unpinned; it was pinned by {removed.who or '?'}: {removed.why}")],
+    )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpttool.cli import _options as options
+
+if TYPE_CHECKING:
+    from ckpttool.model import Checkpoint
 
 FOUND = 1
 """Exit code of ``verify`` for a damaged checkpoint, and of ``diff`` for different ones; failures have another."""
@@ -29,11 +33,10 @@ VIEWS = ("params", "ranks", "files", "map")
     help="Show the byte ranges of one parameter.",
 )
 @click.option("--map", is_flag=True, help="Draw the content of each rank, as wide as the terminal.")
-@options.html_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def inspect(src: Any, name: str | None, html: str | None, as_json: bool, **given: Any) -> None:
+def inspect(src: Any, name: str | None, **given: Any) -> None:
     """Show the content of a checkpoint; reads a few kilobytes, for any size.
 
     Without a view: format, topology, versions, totals and parameter groups. Several are printed in turn.
@@ -41,34 +44,27 @@ def inspect(src: Any, name: str | None, html: str | None, as_json: bool, **given
     views = [view for view in VIEWS if given.pop(view)]
     if views and name:
         raise click.UsageError(f"choose one of --{views[0]} and --param")
-    if html is not None and (views or name):
-        raise click.UsageError("choose one of --html and a view")
-    options.check_page(html, as_json, given)
-    if html is not None:
-        from ckpttool.api._pages import page_of_source
-        from ckpttool.cli._output import write_page
-
-        write_page(html, page_of_source(src, **options.chosen(given)), given)
-    else:
-        _print(src, views, name, as_json, given)
-
-
-def _print(src: Any, views: list[str], name: str | None, as_json: bool, given: dict[str, Any]) -> None:
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, print_line
+    from ckpttool.cli._output import is_text, show
 
     checkpoint = ckpttool.inspect(src, **options.chosen(given))
-    if as_json:
-        from ckpttool.analysis.json_report import describe, describe_parameter
+    if is_text() and (views or name is not None):
+        _print_views(checkpoint, views, name)
+    else:
+        show(checkpoint, plain=partial(_plain, checkpoint, name))
 
-        print_json(describe(checkpoint) if name is None else describe_parameter(checkpoint, name))
-        return
+
+def _plain(checkpoint: Checkpoint, name: str | None) -> dict[str, Any]:
+    from ckpttool.analysis.json_report import describe, describe_parameter
+
+    return describe(checkpoint) if name is None else describe_parameter(checkpoint, name)
+
+
+def _print_views(checkpoint: Checkpoint, views: list[str], name: str | None) -> None:
     from ckpttool.analysis import texts
     from ckpttool.cli._map import print_map
+    from ckpttool.cli._output import print_blocks, print_line
 
-    if name is None and not views:
-        print_blocks(checkpoint.blocks())
-        return
     for number, view in enumerate(views):
         if number:
             print_line("")
@@ -94,12 +90,11 @@ def _print(src: Any, views: list[str], name: str | None, as_json: bool, given: d
     metavar="FILE|env:NAME",
     help="Also check the signature with the key in a file or an environment variable; reads every byte.",
 )
-@options.html_option
 @options.jobs_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
+def verify(src: Any, **given: Any) -> None:
     """Check that a checkpoint is complete and sound: every rank's file exists, is intact and agrees with the others.
 
     Prints one line for each finding and exits with 1 if there is any.
@@ -107,25 +102,15 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
     from dataclasses import replace
 
     import ckpttool
+    from ckpttool.analysis.json_report import as_plain
     from ckpttool.cli._errors import hint_with_flags
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
+    from ckpttool.cli._output import progress_bar, show
 
-    options.check_page(html, as_json, given)
     with progress_bar("verify") as progress:
         report = ckpttool.verify(src, progress=progress, **options.chosen(given))
     findings = (replace(f, hint=hint_with_flags(f.hint, f.options)) for f in report.findings)
     report = replace(report, findings=tuple(findings))
-    if html is not None:
-        from ckpttool.api._pages import page_of_source
-
-        opening = {name: value for name, value in options.chosen(given).items() if name in options.OPENING}
-        write_page(html, page_of_source(src, report, **opening), given)
-    elif as_json:
-        from ckpttool.analysis.json_report import as_plain
-
-        print_json({"sound": report.sound, **as_plain(report)})
-    else:
-        print_blocks(report.blocks())
+    show(report, plain=lambda: {"sound": report.sound, **as_plain(report)})
     if not report.sound:
         raise click.exceptions.Exit(FOUND)
 
@@ -142,32 +127,23 @@ def verify(src: Any, html: str | None, as_json: bool, **given: Any) -> None:
 @click.option(
     "--all", is_flag=True, help="Also compare steps, learning rates, the scheduler, the loss scale and client state."
 )
-@options.html_option
 @options.jobs_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def diff(a: str, b: str, html: str | None, as_json: bool, **given: Any) -> None:
+def diff(a: str, b: str, **given: Any) -> None:
     """Compare the weights and optimizer states of A and B by name, for any formats and topologies.
 
     Weights are the fp32 master weights, if present. Prints the differences and exits with 1, or with 0 if A and B are
     equal.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar, write_page
+    from ckpttool.cli._output import progress_bar, show
 
-    options.check_page(html, as_json, given)
     with progress_bar("diff") as progress:
         report = ckpttool.diff(a, b, progress=progress, **options.chosen(given))
-    if html is not None:
-        from ckpttool.pages.diff import diff_page
-
-        write_page(html, diff_page(report), given)
-    elif as_json:
-        names = ("a", "b", "equal", "tensors", "notes", "others")
-        print_json({name: getattr(report, name) for name in names})
-    else:
-        print_blocks(report.blocks())
+    names = ("a", "b", "equal", "tensors", "notes", "others")
+    show(report, plain=lambda: {name: getattr(report, name) for name in names})
     if not report.equal:
         raise click.exceptions.Exit(FOUND)
 
@@ -182,24 +158,23 @@ def diff(a: str, b: str, html: str | None, as_json: bool, **given: Any) -> None:
 @options.json_option
 @options.trust_option
 @options.common_options
-def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
+def digest(src: Any, view: str | None, **given: Any) -> None:
     """Print digests of the names, shapes and values of SRC: of its weights and of its optimizer states.
 
     Stage, number of ranks and file format do not change them. Reads every value once.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
-    from ckpttool.model.state_digest import tensor_table
+    from ckpttool.cli._output import progress_bar, show
+    from ckpttool.model.items import tensor_table
 
     with progress_bar("digest") as progress:
         found = ckpttool.digest(src, progress=progress, **options.chosen(given))
-    if as_json:
+
+    def plain() -> dict[str, Any]:
         each = {key: {name: str(one) for name, one in own.items()} for key, own in found.tensors.items()}
-        print_json({"weights": found.weights, "optimizer": found.optimizer, "tensors": each})
-    elif view:
-        print_blocks([tensor_table(found.tensors)])
-    else:
-        print_blocks(found.blocks())
+        return {"weights": found.weights, "optimizer": found.optimizer, "tensors": each}
+
+    show(found, plain=plain, blocks=(lambda: [tensor_table(found.tensors)]) if view else None)
 
 
 @click.command(cls=options.Command, short_help="Write one tensor to a file.")
@@ -216,19 +191,16 @@ def digest(src: Any, view: str | None, as_json: bool, **given: Any) -> None:
 @options.json_option
 @options.trust_option
 @options.common_options
-def extract(src: Any, name: str, out: str, index: str | None, as_json: bool, **given: Any) -> None:
+def extract(src: Any, name: str, out: str, index: str | None, **given: Any) -> None:
     """Write the tensor NAME of SRC to the file OUT, of the kind of its suffix: .safetensors, .npy or .pt.
 
     Reads only the bytes of the tensor.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json
+    from ckpttool.cli._output import show
 
     report = ckpttool.extract(src, name, out, index=_index(index), **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)
 
 
 def _index(text: str | None) -> tuple[int | slice, ...] | None:

@@ -46,33 +46,18 @@ from ckpttool.targets.table import LAYOUTS, TARGETS
 @options.json_option
 @options.trust_option
 @options.common_options
-def consolidate(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def consolidate(src: Any, out: str, **given: Any) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
     Parameters come from the fp32 master weights. OUT gets the names that Hugging Face's libraries look for, and the
     configuration and tokenizer in the checkpoint's root. OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     with progress_bar("consolidate") as progress:
         report = ckpttool.consolidate(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
-
-
-def _mesh(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, int] | list[int] | None:
-    """Parse the sizes of dimensions, all with names or none."""
-    if value is None:
-        return None
-    parts = [part.rpartition("=") for part in value.split(",")]
-    names = [name for name, _, _ in parts if name]
-    if not all(size.isdecimal() and int(size) for _, _, size in parts) or len({*names}) not in {0, len(parts)}:
-        raise click.BadParameter("write sizes by different names, such as ddp=2,fsdp=4, or sizes alone, such as 4")
-    sizes = [int(size) for _, _, size in parts]
-    return dict(zip(names, sizes, strict=True)) if names else sizes
+    show(report)
 
 
 @click.command(cls=options.Command, short_help="Write a checkpoint for another number of ranks, stage or loader.")
@@ -122,23 +107,6 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
     type=click.Choice(LAYOUTS),
     help="Loader's layout: nested (default), flat, app, accelerate, torchtitan for dcp; verl, accelerate for ranks.",
 )
-@click.option(
-    "--mesh",
-    metavar="NAME=N,NAME=N",
-    callback=_mesh,
-    help="Device mesh of that run, for ranks; its last dimension shards; N without names.  [default: WORLD_SIZE ranks, "
-    "named as in SRC, or fsdp for verl]",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda", "hpu", "mps", "npu", "xpu"]),
-    help="Its device type, for ranks.  [default: the source's, or cuda]",
-)
-@click.option(
-    "--torch",
-    type=click.Choice(["2.6", "2.13"]),
-    help="torch of that run, for ranks: 2.6 to 2.9, or 2.13 and later.  [default: the source's, or 2.13]",
-)
 @options.dry_run_option
 @options.prove_option
 @options.resume_option
@@ -147,7 +115,7 @@ def _mesh(context: click.Context, parameter: click.Parameter, value: str | None)
 @options.json_option
 @options.trust_option
 @options.common_options
-def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def convert(src: Any, out: str, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
     For another number of ranks or another stage (zero: plain load_checkpoint reads it), for any topology (universal:
@@ -155,16 +123,13 @@ def convert(src: Any, out: str, as_json: bool, **given: Any) -> None:
     for each rank (ranks). OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     given["buffers"] = [pattern for pattern in given["buffers"] if pattern] if given["buffers"] else None
     _check_convert(given)
     with progress_bar("convert") as progress:
         report = ckpttool.convert(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)
 
 
 def _check_convert(given: dict[str, Any]) -> None:
@@ -191,17 +156,14 @@ def _check_convert(given: dict[str, Any]) -> None:
 @options.json_option
 @options.trust_option
 @options.common_options
-def cp(src: Any, out: str, as_json: bool, **given: Any) -> None:
+def cp(src: Any, out: str, **given: Any) -> None:
     """Copy the checkpoint SRC into the root OUT: the directory of its tag, and its sidecar files.
 
     SRC and OUT may be on different storages. latest is written last, after the copy is read back.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     with progress_bar("cp") as progress:
         report = ckpttool.cp(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)

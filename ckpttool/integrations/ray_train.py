@@ -47,6 +47,7 @@ from ckpttool.integrations.live.request import Save, checked_tag, note_known
 from ckpttool.integrations.ray_run import RayRun, at_end, storage_of, url_of
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.messages import brief
+from ckpttool.registry import values_of, with_options
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.saving.two_phase import settle
 from ckpttool.storage import open_storage, read_json
@@ -55,6 +56,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from types import TracebackType
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _RayTrainCheckpointsRestoreOptions
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.live.run import Run
@@ -261,6 +265,7 @@ class RayTrainCheckpoints:
 
     # ------------------------------------------------------------------------------------------- restoring
 
+    @with_options
     def restore(  # noqa: PLR0913  public API
         self,
         engine: Any,
@@ -273,8 +278,8 @@ class RayTrainCheckpoints:
         extra: Mapping[str, Any] | None = None,
         require_committed: bool = False,
         require_signed: bool = False,
-        prove: bool | None = None,
         staged: bool = True,
+        **given: Unpack[_RayTrainCheckpointsRestoreOptions],
     ) -> dict[str, Any] | None:
         """Load a checkpoint into the run, on every worker; number of workers, ZeRO stage and mesh may have changed.
 
@@ -299,8 +304,6 @@ class RayTrainCheckpoints:
                 of DeepSpeed.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
-            prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
-                ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
             staged: Whether to read the new state into host memory beside the run's; see ``CheckpointManager.restore``.
 
         Returns:
@@ -316,11 +319,11 @@ class RayTrainCheckpoints:
             weights_only=weights_only,
             optimizer=optimizer,
             scheduler=scheduler,
-            prove=prove,
             staged=staged,
             allow=tuple(self._allow),
             committed=require_committed,
             signed=require_signed,
+            given=values_of("RayTrainCheckpoints.restore", given),
         )
         run = run_of(engine, optimizer, scheduler, extra=extra)
         if checkpoint is not None:

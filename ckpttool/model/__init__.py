@@ -485,7 +485,7 @@ class Checkpoint(Shown):
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
     storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
     """The storage of its files, as data; ``storage.connect`` opens it."""
-    _notebook: ClassVar[Callable[[Checkpoint], str] | None] = None
+    _notebook: ClassVar[Callable[[Checkpoint], str | None] | None] = None
     """Draws a checkpoint as HTML; set by ``ckpttool.inspect``, as pictures are made above the model."""
     _described: ClassVar[Callable[[Checkpoint], Iterator[Block]] | None] = None
     """Describes a checkpoint in words; set likewise."""

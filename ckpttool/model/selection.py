@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpttool.errors import PlanError
 from ckpttool.messages import similar
 from ckpttool.model import MASTER, MODULE
-from ckpttool.model.state_digest import WEIGHTS as WEIGHTS
+from ckpttool.model.items import WEIGHTS as WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +23,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import REPLACED, Manifest, checksums_of, entry_of, read_manifest
-from ckpttool.concurrency import in_threads
+from ckpttool.concurrency import Lazy, in_threads
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.formats.scan import commits, scan, tag_in
 from ckpttool.formats.unfinished import saved_by_another
-from ckpttool.model.rank_digest import RankDigest, merge
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
 from ckpttool.saving.coordination import RankError
@@ -35,7 +35,7 @@ from ckpttool.storage import LATEST, MANIFEST, MARK, find_text, is_linked
 from ckpttool.units import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckpttool.saving.claim import Skipped
     from ckpttool.saving.coordination import Ranks
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
 LOG = logging.getLogger("ckpttool")
-MOST_WARNINGS = 5
-"""Most warnings of a save about an inconsistent state."""
 SPACE_FACTOR = 1.02
 """Required free space, as a multiple of the files' bytes; directories and metadata take space too."""
 
@@ -67,6 +65,16 @@ class Index(Protocol):
 
     def files(self) -> Sequence[OutgoingFile]:
         """Return the files of rank 0."""
+
+
+class Record(Protocol):
+    """What an extension adds to the manifest."""
+
+    def message(self) -> Any:
+        """Return the message of this rank to rank 0, as JSON data; called in another thread, and never raises."""
+
+    def fields(self, messages: Sequence[Any]) -> Mapping[str, Mapping[str, Any]]:
+        """Return on rank 0, from the messages of all ranks, fields of the manifest by engine; of one alone under ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class Request:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """``Manifest.provenance``."""
     engines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """``Manifest.engines``, without digests."""
+    """``Manifest.engines``, without the fields of records."""
     latest: bool = True
     """Whether to name the checkpoint in ``latest``."""
     before: tuple[str, int] | None = None
@@ -119,7 +127,7 @@ def save(
     files: Sequence[OutgoingFile],
     *,
     failed: CkptError | None = None,
-    digests: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    records: Sequence[Record] = (),
     index: Index | None = None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
@@ -132,8 +140,7 @@ def save(
             rank's own; other fields count on rank 0.
         files: The files of this rank.
         failed: Error of this rank that makes the save fail.
-        digests: Called after the files are written; returns this rank's digests of its state (``RankDigest.to_json``),
-            or None; of several engines, of each by its name.
+        records: What extensions add to the manifest; their messages are made while the files are written.
         index: The files that rank 0 writes after all others; None without.
 
     Raises:
@@ -142,6 +149,9 @@ def save(
     """
     claim = Claim(storage, root, request.tag)
     refuse = partial(_not_saved, claim)
+    messages = Lazy(lambda: [record.message() for record in records])
+    if records:
+        threading.Thread(target=messages, name="ckpttool-record", daemon=True).start()
     try:
         attempt = ranks.exchange(
             claim.directory,
@@ -153,13 +163,14 @@ def save(
             index.agree()
         fields = ranks.exchange(
             claim.directory,
-            own=lambda: _write(storage, ranks, claim, request, files, attempt) | {"digests": digests()},
-            decide=partial(_finish, storage, claim, request, index),
+            own=lambda: _write(storage, ranks, claim, request, files, attempt) | {"records": messages()},
+            decide=partial(_finish, storage, claim, request, index, records),
             refuse=refuse,
             last=True,
         )
         return Manifest(**fields)
     finally:
+        messages()  # which read the captured state: the caller releases it
         claim.release()
 
 
@@ -226,7 +237,12 @@ def _write(
 
 
 def _finish(
-    storage: WritableStorage, claim: Claim, request: Request, index: Index | None, results: Sequence[Mapping[str, Any]]
+    storage: WritableStorage,
+    claim: Claim,
+    request: Request,
+    index: Index | None,
+    records: Sequence[Record],
+    results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.
 
@@ -250,11 +266,10 @@ def _finish(
         claim.check()
         named = find_text(storage, latest)
         fields = _manifest_fields(request, claim.attempt, len(results)) | _parent_fields(storage, claim, named, request)
-        own = [result["digests"] for result in results]
-        digests = {name: _merged([rank and rank[name] for rank in own]) for name in request.engines}
-        engines = {name: {**facts, "digests": digests[name]} for name, facts in request.engines.items()}
-        whole = None if engines else _merged(own)
-        manifest = Manifest(**fields, files=files, digests=whole, engines=engines).to_json(request.sign_key)
+        added = [one.fields([result["records"][n] for result in results]) for n, one in enumerate(records)]
+        own = {name: {k: v for one in added for k, v in one.get(name, {}).items()} for name in ("", *request.engines)}
+        engines = {name: {**facts, **own[name]} for name, facts in request.engines.items()}
+        manifest = Manifest(**fields, **own[""], files=files, engines=engines).to_json(request.sign_key)
         put_new(storage, posixpath.join(claim.directory, MANIFEST), manifest)
         # A process that takes over first replaces the marker, then looks for a manifest.
         claim.check()
@@ -278,17 +293,6 @@ def _finish(
 def _outgoing(request: Request, files: Sequence[OutgoingFile]) -> Sequence[OutgoingFile]:
     """Return files to write, with their SHA-256 if the save is signed."""
     return files if request.sign_key is None else [HashedFile(file) for file in files]
-
-
-def _merged(messages: Sequence[Mapping[str, str] | None]) -> dict[str, Any] | None:
-    """Merge the digests of all ranks; None if a rank has none."""
-    own = [message for message in messages if message is not None]
-    if len(own) < len(messages):
-        return None
-    merged = merge(RankDigest.of_ranks(own), whole=False)
-    for mismatch in merged.contradictions[:MOST_WARNINGS]:
-        LOG.warning("the saved state is inconsistent: %s", mismatch)
-    return merged.state.to_json()
 
 
 def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, Any]:

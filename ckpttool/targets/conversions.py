@@ -9,7 +9,7 @@ from ckpttool.arguments import check_at_least, check_choice
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dcp import METADATA
-from ckpttool.model.state_digest import STEP
+from ckpttool.model.items import STEP
 from ckpttool.plan.builder import sample_checks
 from ckpttool.storage import LATEST, LATEST_UNIVERSAL
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars

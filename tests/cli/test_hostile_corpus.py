@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckpttool.registry import options_of
 from tests import sampling
 from tests.cli.command import EXTENSIONS_READING, ckpttool
 from tests.hostile_corpus import GOOD, corpus
@@ -48,7 +49,7 @@ def _commands(src: Path, out: Path) -> list[tuple[object, ...]]:
         ("inspect", src),
         ("inspect", src, "--json"),
         ("inspect", src, "--map"),
-        ("verify", src, "--html", out / "page.html"),
+        *(("verify", src, f"--{o.name}", out / o.name) for o in options_of("verify")),
         ("verify", src),
         ("ls", src),
         ("prune", src, "--keep-last", "1", "--dry-run"),

@@ -10,8 +10,8 @@ import pytest
 import ckpttool as api
 from ckpttool.analysis.layout import layer_of
 from ckpttool.cli import _map
+from tests import synthetic
 from tests.cli.command import ckpttool, in_terminal, plain
-from tests.pages import synthetic
 from tests.sampling import some
 from tests.truth import NAMES, source
 

@@ -119,7 +119,7 @@ def test_a_notebook_shows_the_tables_of_a_result(name: str, tmp_path: Path, monk
     assert [*result.blocks()]
     for block in result.blocks():
         if isinstance(block, Line):
-            assert block.text in {line.text for line in page.iter("div")}
+            assert block.text in {line.text or "" for line in page.iter("div")}
             continue
         cells = (
             {value for _, value in block.shown()}
@@ -128,6 +128,13 @@ def test_a_notebook_shows_the_tables_of_a_result(name: str, tmp_path: Path, monk
         )
         assert cells
         assert cells <= {cell.text or "" for cell in page.iter("td")}
+
+
+def test_a_notebook_shows_the_tables_of_a_checkpoint_that_no_extension_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpttool.api.reading.EXTENSIONS", ())
+    test_a_notebook_shows_the_tables_of_a_result("inspect", tmp_path, monkeypatch)
 
 
 def test_text_of_a_checkpoint_runs_nothing_in_a_notebook() -> None:

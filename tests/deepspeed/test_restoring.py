@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.extensions.proof.engine_state import unprovable
 from ckpttool.formats import open_checkpoint
 from ckpttool.integrations.deepspeed.engine import inspect_engine
-from ckpttool.integrations.deepspeed.live_state import unprovable
 from ckpttool.integrations.deepspeed.match import match
 from ckpttool.integrations.live.options import LoadOptions
 from tests import forked

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "ckpttool"
 FILES = [
     *sorted(path for path in (PACKAGE / "api").glob("[!_]*.py") if path.stem != "options"),
-    *(PACKAGE / "integrations" / name for name in ("proof.py", "ray_train.py", "torch/state_dict.py")),
+    *(PACKAGE / "integrations" / name for name in ("ray_train.py", "torch/state_dict.py")),
     *(PACKAGE / "integrations/live" / name for name in ("folders.py", "load.py", "manager.py")),
     *sorted((PACKAGE / "extensions").glob("*/api.py")),
 ]

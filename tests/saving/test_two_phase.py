@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,51 @@ def test_verify_finds_a_save_sound(root: str) -> None:
     put(root, "step2", 0)
     assert ckpttool.verify(f"{root}/step2", deep=True).findings == ()
     assert len(findings) <= 10
+
+
+class _Noted:
+    """A record that notes its calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.threads = rank, set[str]()
+
+    def message(self) -> dict[str, int]:
+        self.threads.add(threading.current_thread().name)
+        return {"rank": self.rank}
+
+    def fields(self, messages: Any) -> dict[str, dict[str, Any]]:
+        return {"": {"digests": {"ranks": [one["rank"] for one in messages]}}}
+
+
+def test_records_of_all_ranks_give_fields_of_the_manifest(
+    root: str, together: Callable[..., list[crew.Outcome]]
+) -> None:
+    made = [_Noted(rank) for rank in range(3)]
+
+    def task(ranks: Ranks) -> Any:
+        return save(LOCAL, root, ranks, Request("a", 1, 2), part(version(1), ranks.rank, 3), records=[made[ranks.rank]])
+
+    assert [outcome.error for outcome in together(task)] == [None] * 3
+    assert read_manifest(LOCAL, f"{root}/a").digests == {"ranks": [0, 1, 2]}
+    assert [one.threads for one in made] == [{"ckpttool-record"}] * 3
+
+
+def test_records_give_fields_of_each_engine(root: str) -> None:
+    engine = {"step": 1, "stage": 2, "groups": [], "optimizer": "", "batch": {}}
+    record = _Noted(7)
+    record.fields = lambda messages: {"b": {"optimizer": f"of {messages[0]['rank']}"}}  # type: ignore[method-assign]
+    files = [PlainFile(f"{name}/x", HostPayload(b"x")) for name in "ab"]
+    save(LOCAL, root, Alone(), Request("t", 1, 2, engines={"a": engine, "b": engine}), files, records=[record])
+    engines = read_manifest(LOCAL, f"{root}/t").engines
+    assert {name: own["optimizer"] for name, own in engines.items()} == {"a": "", "b": "of 7"}
+
+
+def test_a_save_that_cannot_begin_waits_for_its_records(root: str) -> None:
+    put(root, "a", 1)
+    record = _Noted(0)
+    with pytest.raises(CkptError):
+        save(LOCAL, root, Alone(), Request("a", 1, 2), part(version(1), 0, 1), records=[record])
+    assert record.threads
 
 
 def test_tag_that_is_there_is_refused_on_every_rank(root: str, together: Callable[..., list[crew.Outcome]]) -> None:

@@ -47,12 +47,16 @@ from ckpttool.integrations.live.request import DISTRIBUTED, Written
 from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
 from ckpttool.integrations.torch.live import unwrapped
 from ckpttool.model.names import plain_name
+from ckpttool.registry import values_of, with_options
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import absolute_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _PrepareOptions
     from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.live.run import Run
 
@@ -86,7 +90,7 @@ class AcceleratorSaves:
         grace: float,
         storage_options: Mapping[str, Any] | None,
         allow: Collection[str],
-        prove: bool | None,
+        given: Mapping[str, Any],
     ) -> None:
         self._accelerator = accelerator
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
@@ -96,7 +100,7 @@ class AcceleratorSaves:
             timeout=timeout,
             storage_options=storage_options,
             allow=allow,
-            prove=prove,
+            given=given,
             on_save=self._note,
             layout="accelerate",
         )
@@ -353,6 +357,7 @@ class AcceleratorSaves:
         hook = model.register_forward_pre_hook(restore)
 
 
+@with_options
 def prepare(
     accelerator: Any,
     *,
@@ -362,7 +367,7 @@ def prepare(
     grace: float = GRACE,
     storage_options: Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
-    prove: bool | None = None,
+    **given: Unpack[_PrepareOptions],
 ) -> AcceleratorSaves:
     """Let ``save_state`` and ``load_state`` of an accelerator save commits, and load on any number of ranks.
 
@@ -377,13 +382,12 @@ def prepare(
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        prove: Whether to digest the live state after each ``load_state``, in place, and compare it with the saved one;
-            see ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
 
     Raises:
         PlanError: This release of Accelerate has other methods, or the accelerator uses neither DeepSpeed, FSDP2 nor
             DDP, or was prepared before.
     """
+    options = values_of("prepare", given)
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
     if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
@@ -403,7 +407,7 @@ def prepare(
         grace=grace,
         storage_options=storage_options,
         allow=allow,
-        prove=prove,
+        given=options,
     )
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
     return saves

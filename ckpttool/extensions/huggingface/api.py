@@ -63,12 +63,16 @@ from ckpttool.integrations.patches import (
     scratch_directory,
 )
 from ckpttool.model.names import plain_name
+from ckpttool.registry import values_of, with_options
 from ckpttool.saving.coordination import TIMEOUT, RankError
 from ckpttool.storage import LATEST, LOCAL, MANIFEST, absolute_path, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _CkptCallbackOptions
     from ckpttool.extensions.huggingface.export import Dtype
     from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.live.run import Run
@@ -378,6 +382,7 @@ class _Resume:
     """Error of the engine's load."""
 
 
+@with_options
 class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
     """Makes each save of a Trainer a commit, and resumes from the newest whole one on any number of ranks.
 
@@ -397,8 +402,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
-            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
     """
 
     def __init__(  # noqa: PLR0913  public API
@@ -414,7 +417,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         grace: float = GRACE,
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
-        prove: bool | None = None,
+        **given: Unpack[_CkptCallbackOptions],
     ) -> None:
         if export_every is not None and export_every < 1:
             raise ArgumentError("export_every", f"is {export_every}", "pass a number of steps, 1 or more")
@@ -426,7 +429,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._export_every, self._export_dtype = export_every, export_dtype
         self._export_to = None if export_to is None else checked_path("export_to", export_to)
         self._timeout, self._grace = timeout, grace
-        self._storage_options, self._allow, self._prove = storage_options, allow, prove
+        self._storage_options, self._allow = storage_options, allow
+        self._given = values_of("CkptCallback", given)
         self._saves: Folders | None = None
         self._output_dir = ""
         self._exporter: Exporter | None = None
@@ -478,7 +482,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             async_save=self._async_save,
             timeout=self._timeout,
             allow=self._allow,
-            prove=self._prove,
+            given=self._given,
             storage_options=self._storage_options,
             on_save=self._note,
             layout="accelerate",

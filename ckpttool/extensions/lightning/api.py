@@ -38,6 +38,7 @@ from ckpttool.integrations.live.folders import Folders, FoldersByStorage, candid
 from ckpttool.integrations.patches import check_signatures
 from ckpttool.integrations.torch.run import TorchRun
 from ckpttool.messages import brief
+from ckpttool.registry import options_of, with_options
 from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import absolute_path, open_storage
 from ckpttool.targets.dcp import LIGHTNING_VERSION
@@ -62,6 +63,7 @@ PARAMETERS = {
 """Parameters of the methods of the strategy that ``CkptSaves`` overrides."""
 
 
+@with_options
 class CkptSaves:
     """Overrides of ``DeepSpeedStrategy``: saves are commits, and loads take any number of ranks and any ZeRO stage.
 
@@ -72,8 +74,6 @@ class CkptSaves:
             configuration.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
             So may be objects in hyper-parameters and in states of callbacks.
-        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
-            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         arguments: Arguments of the strategy.
     """
 
@@ -84,17 +84,18 @@ class CkptSaves:
         save_timeout: float = TIMEOUT,
         storage_options: Mapping[str, Any] | None = None,
         allow: Collection[str] = (),
-        prove: bool | None = None,
         **arguments: Any,
     ) -> None:
         check_strategy(type(self))
+        names = [option.name for option in options_of("CkptSaves")]
+        given = {name: arguments.pop(name) for name in names if name in arguments}
         super().__init__(*args, **arguments)
         self._folders = FoldersByStorage(
             async_save=async_save,
             timeout=save_timeout,
             storage_options=storage_options,
             allow=allow,
-            prove=prove,
+            given=given,
             on_save=self._note,
             layout="lightning",
         )

@@ -78,22 +78,19 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
 @options.json_option
 @options.trust_option
 @options.common_options
-def average(src: tuple[Any, ...], out: str, as_json: bool, **given: Any) -> None:
+def average(src: tuple[Any, ...], out: str, **given: Any) -> None:
     """Average the checkpoints SRC, each of the same model, into OUT.
 
     The fp32 master weights are averaged, in the order of SRC. Sources may have different formats, stages and numbers of
     ranks. OUT appears complete or not at all.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, progress_bar
+    from ckpttool.cli._output import progress_bar, show
 
     _check_average(src, given)
     with progress_bar("average") as progress:
         report = ckpttool.average(src, out, progress=progress, **options.chosen(given))
-    if as_json:
-        print_json(report)
-    else:
-        print_blocks(report.blocks())
+    show(report)
 
 
 def _check_average(src: tuple[Any, ...], given: dict[str, Any]) -> None:

@@ -23,6 +23,20 @@ DEVICES = ("cpu", "cuda", "hpu", "mps", "npu", "xpu")
 """Types of devices of torch."""
 
 
+def parse_mesh(text: str) -> dict[str, int] | list[int]:
+    """Parse the sizes of dimensions, all with names or none, such as ddp=2,fsdp=4.
+
+    Raises:
+        ValueError: The text has another form.
+    """
+    parts = [part.rpartition("=") for part in text.split(",")]
+    names = [name for name, _, _ in parts if name]
+    if not all(size.isdecimal() and int(size) for _, _, size in parts) or len({*names}) not in {0, len(parts)}:
+        raise ValueError("write sizes by different names, such as ddp=2,fsdp=4, or sizes alone, such as 4")
+    sizes = [int(size) for _, _, size in parts]
+    return dict(zip(names, sizes, strict=True)) if names else sizes
+
+
 def check(given: Mapping[str, Any]) -> None:
     """Refuse options that no checkpoint allows.
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpttool.blocks import Line
 from ckpttool.cli import _options as options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ckpttool.blocks import Block
+    from ckpttool.extensions.stats.statistics import Statistics
+    from ckpttool.model import Checkpoint
 
 WIDE = 140
 """Columns of a terminal that has room for a small histogram in each row of statistics."""
@@ -19,7 +28,7 @@ WIDE = 140
     examples=(
         "ckpttool stats runs/checkpoint-500",
         "ckpttool stats runs/checkpoint-500 --optimizer --include '*norm*'",
-        "ckpttool stats runs/checkpoint-500 runs/checkpoint-600 --html stats.html",
+        "ckpttool stats runs/checkpoint-500 runs/checkpoint-600 --json",
     ),
 )
 @options.sources_argument
@@ -27,40 +36,36 @@ WIDE = 140
 @options.include_option
 @options.exclude_option
 @click.option("--optimizer", is_flag=True, help="Also the optimizer's states.")
-@options.html_option
 @options.jobs_option
 @options.json_option
 @options.trust_option
 @options.common_options
-def stats(src: tuple[Any, ...], html: str | None, as_json: bool, **given: Any) -> None:
+def stats(src: tuple[Any, ...], **given: Any) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of each SRC.
 
-    Weights are the fp32 master weights, if present. Reads every value once, in small parts. The page shows the series
-    over the steps of several SRC.
+    Weights are the fp32 master weights, if present. Reads every value once, in small parts.
     """
     import ckpttool
-    from ckpttool.cli._output import print_blocks, print_json, print_line, progress_bar, terminal_width, write_page
+    from ckpttool.cli._output import is_text, progress_bar, show, terminal_width
 
-    options.check_page(html, as_json, given)
     chosen = options.chosen(given)
     opening = {name: value for name, value in chosen.items() if name in options.OPENING}
     found = []
     sketches = terminal_width() >= WIDE
-    drawn = as_json or html is not None or sketches
+    drawn = sketches or not is_text()
     for one in src:
         checkpoint = ckpttool.inspect(one, **opening)
         with progress_bar(f"stats {checkpoint.tag}") as progress:
             found.append((checkpoint, ckpttool.stats(one, magnitudes=drawn, progress=progress, **chosen)))
-    if html is not None:
-        from ckpttool.extensions.stats.page import stats_page
+    series = [{"location": checkpoint.location, "tensors": own} for checkpoint, own in found]
+    show(found, plain=lambda: {"checkpoints": series}, blocks=partial(_blocks, found, sketches=sketches))
 
-        write_page(html, stats_page(found), given)
-    elif as_json:
-        print_json({"checkpoints": [{"location": checkpoint.location, "tensors": own} for checkpoint, own in found]})
-    else:
-        from ckpttool.extensions.stats.statistics import table
 
-        for checkpoint, tensors in found:
-            if len(found) > 1:
-                print_line(f"{checkpoint.location}:")
-            print_blocks(table(tensors, sketches=sketches))
+def _blocks(found: Sequence[tuple[Checkpoint, Statistics]], *, sketches: bool) -> Iterator[Block]:
+    """Yield the table of each checkpoint, below its name if there are several."""
+    from ckpttool.extensions.stats.statistics import table
+
+    for checkpoint, tensors in found:
+        if len(found) > 1:
+            yield Line(f"{checkpoint.location}:")
+        yield from table(tensors, sketches=sketches)

@@ -25,12 +25,11 @@ from ckpttool.integrations.deepspeed.prepared import NativeState, PlannedState
 from ckpttool.integrations.deepspeed.read_state import read_state
 from ckpttool.integrations.live.rank_states import read_rank_states
 from ckpttool.integrations.live.report import LoadReport
-from ckpttool.integrations.live.run import changing_run
-from ckpttool.integrations.proof import Proof, prove_state
-from ckpttool.integrations.state_comparison import Scope
+from ckpttool.integrations.live.run import after_load, changing_run
 from ckpttool.integrations.torch.collectives import check_on_all_ranks, unexpected_is_damage
 from ckpttool.integrations.torch.run_state import load_options
 from ckpttool.model import MASTER, MODULE
+from ckpttool.registry import hooks
 from ckpttool.saving.coordination import attempt
 from ckpttool.saving.provenance import note_restored
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from ckpttool.integrations.deepspeed.engine import LiveEngine
     from ckpttool.integrations.live.options import LoadOptions
-    from ckpttool.integrations.torch.live import LiveState
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
 
@@ -56,7 +54,6 @@ def restore_engines(pairs: Sequence[tuple[Any, Checkpoint]], options: LoadOption
         ranks: The ranks that take part.
 
     Raises:
-        ProofError: As for ``ckpttool.load``.
         CkptError: A checkpoint does not fit its engine or cannot be read; on every rank, before any engine changed.
             With ``staged=False`` the error says if an engine is half loaded.
     """
@@ -124,13 +121,11 @@ def _method(prepared: NativeState | PlannedState) -> str:
 
 def _read_own(engine: Any, checkpoint: Checkpoint, options: LoadOptions) -> _Read:
     """Read the state of this rank."""
-    from ckpttool.integrations.deepspeed.live_state import check_provable  # imports torch
-
     with unexpected_is_damage(checkpoint.location):
         live = inspect_engine(engine)
         check_loadable(live)
-        if options.prove:
-            check_provable(live)
+        for hook in hooks("before_load"):
+            hook(live, options)
         options = load_options(checkpoint, options)
         prepared = read_state(live, match(live, checkpoint, options), options)
         own, states = read_rank_states(live, checkpoint, options)
@@ -143,11 +138,8 @@ def _load(read: _Read, options: LoadOptions, ranks: Ranks) -> LoadReport:
     """Load the state that was read, on every rank.
 
     Raises:
-        ProofError: As for ``ckpttool.load``.
         PlanError: DeepSpeed raised an error.
     """
-    from ckpttool.integrations.deepspeed.live_state import unprovable  # imports torch
-
     began = time.perf_counter()
     live, prepared, checkpoint = read.live, read.prepared, read.prepared.checkpoint
     engine = live.engine
@@ -160,41 +152,7 @@ def _load(read: _Read, options: LoadOptions, ranks: Ranks) -> LoadReport:
         note_restored(engine, checkpoint)
     report = _report(live, prepared, client_state, options, read.seconds + time.perf_counter() - began)
     report = replace(report, rank_state=read.rank_state, rank_states=read.rank_states)
-    wanted = options.prove
-    if wanted is None:
-        wanted = checkpoint.digests is not None and engine.device.type != "cpu" and not unprovable(live)
-    if wanted and not options.dry_run:
-        report = replace(report, proof=_prove(live, prepared, report, ranks))
-    return report
-
-
-def _prove(live: LiveEngine, prepared: NativeState | PlannedState, report: LoadReport, ranks: Ranks) -> Proof:
-    """Prove the state that a load has restored.
-
-    Raises:
-        ProofError: It differs from the saved state; on every rank.
-    """
-    from ckpttool.integrations.deepspeed.live_state import engine_state  # imports torch
-
-    checkpoint, fitted = prepared.checkpoint, prepared.fitted
-    without = {"module"} if live.dtype != checkpoint.dtype else set()
-    without |= set() if report.scheduler else {"scheduler"}
-    without |= set() if report.loss_scale else {"loss_scale"}
-    without |= {"groups"} if report.groups_kept else set()
-
-    def subject() -> LiveState:
-        state = engine_state(inspect_engine(live.engine))  # after the load: hyper-parameters have changed
-        return state.with_given(report.client_state, report.rank_state)
-
-    scope = Scope(
-        weights_only=report.weights_only,
-        without_optimizer=not (report.optimizer or report.weights_only),
-        without=frozenset(without),
-        without_names=frozenset(report.unexpected),
-        without_states_of=frozenset() if fitted is None else fitted.fresh,
-        casts=isinstance(prepared, PlannedState),
-    )
-    return prove_state(subject, checkpoint, ranks, scope)
+    return after_load(report, live, prepared, options, ranks)
 
 
 def _inject(

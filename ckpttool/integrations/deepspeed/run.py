@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool._version import __version__
-from ckpttool.errors import ArgumentError, CkptError
+from ckpttool.errors import ArgumentError
 from ckpttool.formats.zero.module import ENGINE_KEYS
 from ckpttool.integrations.deepspeed.engine import (
     engine_batch,
@@ -33,11 +32,17 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import Save
     from ckpttool.integrations.live.run import Kept
-    from ckpttool.integrations.torch.live import SavedDigests
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
 
 LOG = logging.getLogger(__name__)
+
+
+class CapturedEngine(NamedTuple):
+    """The captured state of one engine on this rank."""
+
+    live: LiveEngine
+    files: EngineFiles
 
 
 class EngineRun:
@@ -103,8 +108,8 @@ class EngineRun:
         from ckpttool.integrations.live.files import CapturedFiles, merged
 
         first_saves: list[tuple[LiveEngine, EngineFiles]] = []
-        captured, own_files, rank_state = CapturedFiles(), ready.own_files, save.rank_state
-        digests: dict[str, SavedDigests | None] = {}
+        captured, own_files = CapturedFiles(), ready.own_files
+        states: dict[str, CapturedEngine] = {}
         try:
             for name, live in ready.live.items():
                 _warn_of_gradients(live.engine, ranks, kept)
@@ -119,11 +124,11 @@ class EngineRun:
                         own_files=own_files,
                         name=name,
                     )
-                    captured = merged([captured, part])
-                    digests[name] = _digests_of(live, part, ranks, save, rank_state, waits=not kept.in_background)
+                captured = merged([captured, part])
+                states[name] = CapturedEngine(live, part)
                 if live.engine not in kept.checked:
                     first_saves.append((live, part))
-                own_files, rank_state = {}, None  # the first engine has the states of the ranks
+                own_files = {}  # the first engine has the states of the ranks
             if first_saves:
                 from ckpttool.integrations.deepspeed.restorable import check_restorable
 
@@ -132,7 +137,7 @@ class EngineRun:
         except BaseException:
             captured.release()
             raise
-        return Captured(captured, digests)
+        return Captured(captured, states)
 
     def check(self, _options: LoadOptions) -> None:
         """Check that a restore can begin."""
@@ -189,24 +194,6 @@ def _warn_of_gradients(engine: Any, ranks: Ranks, kept: Kept) -> None:
             "a save between two micro batches leaves out the accumulated gradients, so that a resumed run differs: "
             "save after a step of the optimizer"
         )
-
-
-def _digests_of(
-    live: LiveEngine, captured: EngineFiles, ranks: Ranks, save: Save, rank_state: Any, *, waits: bool
-) -> SavedDigests | None:
-    """Return the digests of the captured state; None if it has a form whose parts cannot be digested."""
-    from ckpttool.integrations.deepspeed.live_state import engine_state, saved_digests
-
-    try:
-        state = engine_state(live).with_given(save.client_state, rank_state)
-        frozen = {*state.frozen} if save.exclude_frozen else set()
-        pieces = [piece for piece in state.pieces if piece.name not in frozen]
-        return saved_digests(replace(state, pieces=pieces), captured, ranks.rank, waits=waits)
-    except Exception as error:  # the save does not depend on it
-        why = f"{error.path}: {error.problem}" if isinstance(error, CkptError) else f"{type(error).__name__}: {error}"
-        if ranks.rank == 0:
-            LOG.warning("the save records no digests, so that a restore is proven only by its files: %s", why)
-        return None
 
 
 def tag_validation(engine: Any) -> str:

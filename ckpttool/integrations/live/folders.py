@@ -101,8 +101,7 @@ class Folders:
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        prove: Whether to digest the live state after each resume, in place, and compare it with the saved one; see
-            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
+        given: Options of extensions for loads, by name.
         on_save: Called on every rank after each save, in the thread of the save.
         layout: Names of the entries in saves of torch runs: "nested", "accelerate", ...
     """
@@ -114,7 +113,7 @@ class Folders:
         async_save: bool = False,
         timeout: float = TIMEOUT,
         allow: Collection[str] = (),
-        prove: bool | None = None,
+        given: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         on_save: Callable[[SaveReport], None] | None = None,
         layout: str = "nested",
@@ -142,7 +141,7 @@ class Folders:
         """The root, as an absolute path or a URL."""
         self._storage_options = storage_options
         self._timeout = timeout
-        self._options = LoadOptions(allow=tuple(sorted(allow)), prove=prove)
+        self._options = LoadOptions(allow=tuple(sorted(allow)), given=given or {})
 
     @cached_property
     def ranks(self) -> Ranks:

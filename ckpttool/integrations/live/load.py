@@ -17,17 +17,22 @@ from ckpttool.formats import Opening, open_checkpoint, source_paths, source_stor
 from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.integrations.torch.collectives import open_together, ranks_of_process_group
+from ckpttool.registry import values_of, with_options
 from ckpttool.saving.coordination import TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _LoadOptions
     from ckpttool.execution.checks import Check
     from ckpttool.formats import Source
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.storage import Storage
 
 
+@with_options
 def load(  # noqa: PLR0913  public API
     engine: Any,
     src: Source,
@@ -46,8 +51,8 @@ def load(  # noqa: PLR0913  public API
     check: Check = "read",
     trust_names: bool = False,
     allow: Collection[str] = (),
-    prove: bool | None = None,
     timeout: float = TIMEOUT,
+    **given: Unpack[_LoadOptions],
 ) -> LoadReport:
     """Load any checkpoint into a live run of DeepSpeed or torch, on any number of ranks and at any ZeRO stage.
 
@@ -91,15 +96,12 @@ def load(  # noqa: PLR0913  public API
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
             tensors, numpy arrays, paths and dates are always built.
-        prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
-            ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
         timeout: Seconds that a rank may lag.
 
     Returns:
         A report of the restored state; its ``client_state`` is the state saved by the user's code.
 
     Raises:
-        ProofError: With ``prove``, the live state differs from the saved one; on every rank, after the load.
         CkptError: The checkpoint is damaged or does not fit the engine, or an argument is wrong; on every rank.
     """
     opening = Opening(storage_options, follow_links)
@@ -112,8 +114,8 @@ def load(  # noqa: PLR0913  public API
         staged=staged,
         memory=memory,
         check=check,
-        prove=prove,
         allow=tuple(allow),
+        given=values_of("load", given),
     )
     began = time.perf_counter()
     ranks = ranks_of_process_group("load", timeout)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import posixpath
-import threading
 import time
 from dataclasses import replace
 from functools import cached_property, partial
@@ -19,7 +18,7 @@ from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import state_of
 from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, ProofError, StorageError
+from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, StorageError
 from ckpttool.formats import Opening, open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
@@ -31,7 +30,7 @@ from ckpttool.integrations.live.request import HINTS, Save, check_known, note_kn
 from ckpttool.integrations.live.run import Kept, half_loaded, thin_error
 from ckpttool.integrations.signals import SignalWatch
 from ckpttool.messages import brief
-from ckpttool.registry import carry_out, with_options
+from ckpttool.registry import carry_out, hooks, values_of, with_options
 from ckpttool.saving import two_phase
 from ckpttool.saving.background import Background
 from ckpttool.saving.claim import Skipped, mark_skipped
@@ -48,14 +47,14 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ckpttool import _CheckpointManagerOptions
+    from ckpttool import _CheckpointManagerOptions, _CheckpointManagerRestoreOptions
     from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import KnownEngines
-    from ckpttool.integrations.live.run import Captured, Digests, Ready, Run
+    from ckpttool.integrations.live.run import Captured, Ready, Run
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.two_phase import Request
+    from ckpttool.saving.two_phase import Record, Request
     from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
@@ -266,9 +265,11 @@ class CheckpointManager:
         )
         ready = ready._replace(request=request)
         captured = run.capture(ready, save, ranks, self._kept, posixpath.join(root, tag))
+        waits = not self.saves_in_background
+        records = [hook(captured, save, ranks, waits=waits) for hook in hooks("after_capture")]
         note_known(run.objects, known)
-        write = partial(self._write, root, request, captured, began)
-        if not self.saves_in_background:
+        write = partial(self._write, root, request, captured, records, began)
+        if waits:
             report = write()
             if report.error is not None:
                 raise report.error
@@ -312,6 +313,7 @@ class CheckpointManager:
         """
         self._background.wait()
 
+    @with_options
     def restore(  # noqa: PLR0913  public API
         self,
         engine: Any,
@@ -325,8 +327,8 @@ class CheckpointManager:
         dry_run: bool = False,
         require_committed: bool = False,
         require_signed: bool = False,
-        prove: bool | None = None,
         staged: bool = True,
+        **given: Unpack[_CheckpointManagerRestoreOptions],
     ) -> dict[str, Any] | None:
         """Load the newest whole checkpoint into the run, on every rank; ranks, stage and mesh may have changed.
 
@@ -352,8 +354,6 @@ class CheckpointManager:
                 report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
             require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
-            prove: Whether to digest the live state after the load, in place, and compare it with the saved one; see
-                ``ckpttool.prove``. Default: if the save recorded digests and the state is on an accelerator.
             staged: Whether to read the new state into host memory beside the run's; see ``ckpttool.load``. With False,
                 a damaged checkpoint leaves the run half loaded; the next older one then overwrites all of it.
 
@@ -370,11 +370,11 @@ class CheckpointManager:
             optimizer=optimizer,
             scheduler=scheduler,
             dry_run=dry_run,
-            prove=prove,
             staged=staged,
             allow=self._allow,
             committed=require_committed,
             signed=require_signed,
+            given=values_of("CheckpointManager.restore", given),
         )
         self.wait()
         run = run_of(engine, optimizer, scheduler, extra=extra)
@@ -445,15 +445,13 @@ class CheckpointManager:
                     continue  # an older one may be whole
                 # After half a load, all of the run must be overwritten: it has no values of its own to keep.
                 reports = run.restore(opened, replace(options, strict=options.strict or half), ranks)
-            except ProofError:
-                raise
             except (PlanError, LinkError, RankError) as error:
                 # It is sound but does not fit, or the user must decide: an older one does not help.
                 if not half:
                     raise
                 raise half_loaded(error, path) from error
             except CkptError as error:
-                if not fall_back:
+                if not (fall_back and error.falls_back):
                     raise
                 half = half or error.half_loaded
                 if ranks.rank == 0:  # the other ranks have the same error
@@ -514,12 +512,12 @@ class CheckpointManager:
         root: str,
         request: Request,
         state: Captured,
+        records: Sequence[Record],
         began: float,
         stall: float | None = None,
     ) -> SaveReport:
         """Write the captured state; never raises."""
         ranks, captured = self._ranks, state.files
-        digested = _Digesting(state.digests)
         before, nbytes = self._storage.retries.count, sum(f.nbytes for f in captured.files)
         error: CkptError | None = None
         try:
@@ -536,7 +534,7 @@ class CheckpointManager:
                 request,
                 captured.files,
                 failed=captured.failed,
-                digests=digested.result,
+                records=records,
                 index=state.index,
             )
             self.committed = manifest.attempt, manifest.number
@@ -550,7 +548,6 @@ class CheckpointManager:
             path = posixpath.join(root, request.tag)
             error = PlanError(path, f"was not saved: {type(failed).__name__}: {failed}", "see the log")
         finally:
-            digested.result()
             captured.release()
         seconds = time.perf_counter() - began
         retries = self._storage.retries.count - before
@@ -598,32 +595,6 @@ def _skip_meeting() -> None:
         from ckpttool.integrations.torch.collectives import ranks_of_process_group
 
         ranks_of_process_group(MEETING)
-
-
-class _Digesting:
-    """Computes digests in a thread of its own, while another one writes the files.
-
-    Args:
-        digests: The digests of each engine by its name; None without.
-    """
-
-    def __init__(self, digests: Mapping[str, Digests | None]) -> None:
-        self._found: dict[str, dict[str, str] | None] = {}
-        self._thread = threading.Thread(target=self._run, args=(digests,), name="ckpttool-digest", daemon=True)
-        self._thread.start()
-
-    def _run(self, digests: Mapping[str, Digests | None]) -> None:
-        for name, own in digests.items():
-            self._found[name] = None
-            try:
-                self._found[name] = None if own is None else own.compute().to_json()
-            except Exception:
-                LOG.exception("the save records no digests")
-
-    def result(self) -> dict[str, Any] | None:
-        """Wait for the digests as JSON data, of several engines by name; None without, or if they failed."""
-        self._thread.join()
-        return next(iter(self._found.values())) if "" in self._found else self._found
 
 
 def _none_restorable(root: str, count: int, first: CkptError, *, thin: bool) -> LayoutError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ckpttool.execution.checks import Check
 
 
@@ -40,14 +42,14 @@ class LoadOptions:
     memory: int | str | None = None
     check: Check = "read"
     """The recorded CRC-32 to compare; "full" for a checkpoint with a manifest."""
-    prove: bool | None = None
-    """True to prove the state after the load; None to prove it on an accelerator, if the save recorded digests."""
     allow: tuple[str, ...] = ()
     """Trusted classes: a load builds their objects, which runs their code."""
     committed: bool = False
     """Whether a restore refuses checkpoints without a manifest."""
     signed: bool = False
     """Whether a restore refuses manifests that are not signed with the manager's key."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options of extensions by name."""
 
     def __post_init__(self) -> None:
         """Replace the optimizer and the scheduler of a torch run by True: they are restored."""
@@ -62,9 +64,9 @@ class LoadOptions:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
-        names = ["strict", "weights_only", "optimizer", "scheduler", "dry_run", "staged", "check", "prove"]
+        names = ["strict", "weights_only", "optimizer", "scheduler", "dry_run", "staged", "check"]
         names += ["committed", "signed"]
-        return {name: getattr(self, name) for name in names} | {"allow": sorted(self.allow)}
+        return {**{name: getattr(self, name) for name in names}, **self.given, "allow": sorted(self.allow)}
 
     @property
     def memory_bytes(self) -> int:

@@ -14,8 +14,8 @@ from ckpttool.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from ckpttool import Proof
     from ckpttool.errors import CkptError
-    from ckpttool.integrations.proof import Proof
     from ckpttool.model import Topology
 
 

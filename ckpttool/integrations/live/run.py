@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ckpttool.errors import CkptError, PlanError
+from ckpttool.registry import hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import Save
     from ckpttool.model import Checkpoint
-    from ckpttool.model.rank_digest import RankDigest
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.two_phase import Index, Request
 
@@ -34,20 +34,13 @@ class Ready(NamedTuple):
     """Content of the file of the rank state, by its name; empty without one."""
 
 
-class Digests(Protocol):
-    """The digests that a save records, computed in any thread."""
-
-    def compute(self) -> RankDigest:
-        """Return the digests of this rank."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """The state of this rank at a save."""
 
     files: CapturedFiles
-    digests: Mapping[str, Digests | None]
-    """Of each engine by its name, or of the run under ""; None if its parts cannot be digested."""
+    states: Mapping[str, Any]
+    """What was captured, for extensions: ``CapturedEngine`` by name of the engine, or ``CapturedChunks`` under ""."""
     index: Index | None = None
     """The files that rank 0 writes after all others."""
 
@@ -182,7 +175,6 @@ class Run(Protocol):
         """Load an open checkpoint into each of ``objects``: all are read before the first one changes.
 
         Raises:
-            ProofError: As for ``ckpttool.load``.
             CkptError: A checkpoint does not fit or cannot be read; on every rank, before the run changed.
         """
 
@@ -207,6 +199,21 @@ def changing_run(location: str, options: LoadOptions) -> Iterator[None]:
         if options.staged or options.dry_run:
             raise
         raise half_loaded(error, location) from error
+
+
+def after_load(report: LoadReport, live: Any, prepared: Any, options: LoadOptions, ranks: Ranks) -> LoadReport:
+    """Return the report of a load, with what extensions add to it; call it on every rank, after the load.
+
+    Args:
+        report: The report.
+        live: The ``LiveEngine``, or the ``LiveRun`` of torch.
+        prepared: The ``Prepared`` or ``PreparedRun`` that was loaded.
+        options: The options of the load.
+        ranks: The ranks that take part.
+    """
+    for hook in () if options.dry_run else hooks("after_load"):
+        report = hook(report, live, prepared, options, ranks)
+    return report
 
 
 def half_loaded(error: Exception, location: str) -> CkptError:

@@ -22,7 +22,7 @@ import posixpath
 import zlib
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,19 +42,13 @@ from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.integrations.live.files import CapturedFiles, hint_of, unpicklable
 from ckpttool.integrations.live.rank_states import rank_state_file
 from ckpttool.integrations.live.run import Captured
-from ckpttool.integrations.torch.live import (
-    SavedDigests,
-    live_state,
-    number_of,
-    tensor_text,
-    type_name,
-    wrapped_class,
-)
+from ckpttool.integrations.torch.digest import tensor_text
+from ckpttool.integrations.torch.live import is_number, pieces_of, type_name, wrapped_class
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.pickling import StorageBytes, describe
 from ckpttool.messages import brief
 from ckpttool.model import Topology
-from ckpttool.model.state_digest import NOT_COMPARED, WEIGHTS, canonical
+from ckpttool.model.items import NOT_COMPARED, WEIGHTS, canonical
 from ckpttool.saving.coordination import RankError, attempt
 from ckpttool.saving.files import ArchiveFile, Archives, HostPayload, PlainFile
 from ckpttool.targets.dcp import LAYOUTS, client_state_of, metadata
@@ -69,7 +63,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.host_memory import HostMemory
     from ckpttool.integrations.live.request import Save, Written
     from ckpttool.integrations.live.run import Kept, Ready, Repeated
-    from ckpttool.integrations.torch.live import LiveState, Piece
+    from ckpttool.integrations.torch.live import Piece
     from ckpttool.integrations.torch.live_run import LiveRun
     from ckpttool.saving.coordination import Ranks
     from ckpttool.saving.files import OutgoingFile, Payload
@@ -99,7 +93,7 @@ class Entry(NamedTuple):
     starts: tuple[int, ...]
     """Index of its first element in each dimension."""
     piece: int | None
-    """Index of the part in ``LiveState.pieces``; None for a number."""
+    """Index of the part in ``Described.pieces``; None for a number."""
     one_writer: bool
     """True for a buffer or a number: ranks may have different values, and the lowest rank writes its own."""
 
@@ -171,7 +165,7 @@ def _check_option(option: str, value: Any, number: int) -> None:
 
 def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool) -> None:
     """Check that a state can be saved; one in the file of a framework, which has numbers for names, also restored."""
-    if number_of(key, value, parameter) is not None or value is None:
+    if is_number(key, value, parameter) or value is None:
         return
     what = f"has {key} of {brief(name, 200)}"
     if not isinstance(value, torch.Tensor) or wrapped_class(value):
@@ -189,7 +183,8 @@ def _check_state(key: str, value: Any, name: str, parameter: Any, *, whole: bool
 class Described:
     """The state of this rank, before the ranks have shared the parts that several have."""
 
-    state: LiveState
+    pieces: Sequence[Piece]
+    """Its parts of all tensors."""
     entries: Sequence[Entry]
     index: DcpIndex
     extra: Mapping[str, Any]
@@ -211,8 +206,27 @@ class Described:
         return self.index.share(repeated.texts(told)) | {"of_ranks": own}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedChunks:
+    """The captured state of a torch run on this rank."""
+
+    live: LiveRun
+    described: Described
+    shared: Mapping[str, Any]
+    """The decision of ``DcpIndex.share``."""
+    payloads: Mapping[int, Payload]
+    """The bytes of the parts that this rank writes into a distributed checkpoint, by index of the entry."""
+    memory: HostMemory | None
+    """Copies of all tensors that this rank writes; None if they are written directly."""
+
+
+def _frozen(run: LiveRun) -> list[str]:
+    """Return the names of the parameters that need no gradient."""
+    return [name for name, parameter in run.named.parameters.items() if not parameter.requires_grad]
+
+
 def described(run: LiveRun, save: Save, rank: int, directory: str, kept: Kept) -> Described:
-    """Describe the state of this rank, with the values that the user passes to a save.
+    """Describe the state of this rank.
 
     Args:
         run: The run.
@@ -225,16 +239,15 @@ def described(run: LiveRun, save: Save, rank: int, directory: str, kept: Kept) -
         ArgumentError: A tensor has a form that cannot be saved.
     """
     extra = {name: _plain_state(name, one) for name, one in run.extra.items()}
-    state = live_state(run.named.module, list(run.optimizers) or None, run.schedulers, extra)
-    left_out = {*state.frozen} if save.exclude_frozen else set()
+    found = pieces_of(run.named, run.optimizers)
+    left_out = {*_frozen(run)} if save.exclude_frozen else set()
     if save.written.names is not None:
-        left_out |= {piece.name for piece in state.pieces} - save.written.names.keys()
-    kept_pieces = [piece for piece in state.pieces if piece.name not in left_out]
-    state = replace(state.with_given(save.client_state, save.rank_state), pieces=kept_pieces, pending="")
+        left_out |= {piece.name for piece in found} - save.written.names.keys()
+    pieces = [piece for piece in found if piece.name not in left_out]
     names = LAYOUTS[kept.layout]
-    tensors = [*_tensors(run, state, names, save.written), *_numbers(run, names)]
+    tensors = [*_tensors(run, pieces, names, save.written), *_numbers(run, names)]
     entries = sorted(tensors, key=lambda entry: [*map(str, entry.path)])
-    return Described(state, entries, DcpIndex(entries, rank, directory, names, kept.places), extra)
+    return Described(pieces, entries, DcpIndex(entries, rank, directory, names, kept.places), extra)
 
 
 def _exact(state: Any) -> str:
@@ -310,6 +323,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
     memory = kept.host_memory("", on_device=on_device)
     whole = save.written.files
     mine = _own_share(found.entries, shared, ranks.rank) if whole is None else []
+    payloads: Mapping[int, Payload] = {}
     try:
         contents = dict(ready.own_files)
         if of_rank:
@@ -319,19 +333,20 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         if ranks.rank == 0 and LAYOUTS[kept.layout].state:
             contents[LAYOUTS[kept.layout].state] = dict(save.client_state)
         if ranks.rank == 0:
-            own_state = _run_state(run, found.state, save, ready.request.step, ranks.size)
+            own_state = _run_state(run, found.pieces, save, ready.request.step, ranks.size)
             contents[RUN_STATE] = own_state | {"extra": of_all, "extra_of_ranks": [*of_rank]}
         if memory is not None:
             memory.begin()
-        storages = {str(n): _bytes_of(found.entries[n].tensor) for n in mine}
-        payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
+        storages = {str(n): bytes_of(found.entries[n].tensor) for n in mine}
+        held: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
+        payloads = {n: held[str(n)] for n in mine}
         names = LAYOUTS[kept.layout]
         objects = {} if ranks.rank else dict(_objects(run, save, names))
         written = []
         for inner in dict.fromkeys(names.directories) if whole is None else ():
             own = [n for n in mine if found.entries[n].directory == inner]
             archives = [
-                ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[str(n)]})
+                ArchiveFile("archive", _structure(entry.dtype, tuple(entry.tensor.shape)), {"0": payloads[n]})
                 for n in own
                 for entry in [found.entries[n]]
             ]
@@ -340,9 +355,9 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
             file = Archives(posixpath.join(inner, _file_name(ranks.rank)), archives)
             files.files += [file] if archives else []
             written.append((own, [*beside], file))
-        found.index.note(written, found.state.aliases)
+        found.index.note(written, run.named.aliases)
         if whole is not None and ranks.rank == 0:
-            files.files.append(_weights_file(whole[0], found.state, save.written, memory))
+            files.files.append(_weights_file(whole[0], run, found.pieces, save.written, memory))
             contents[whole[1]] = run.optimizers[0].state_dict()
         for name, content in contents.items():
             if name not in save.files:
@@ -350,15 +365,6 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         files.files += [PlainFile(name, HostPayload(content)) for name, content in save.files.items()]
         if memory is not None:
             memory.settle()
-        held = {found.entries[n].piece: payloads[str(n)] for n in mine}
-        digested = mine if whole is None else range(len(found.entries)) if ranks.rank == 0 else ()
-        if whole is not None and memory is not None:
-            copied = ((n, memory.copy_of(_bytes_of(piece.tensor))) for n, piece in enumerate(found.state.pieces))
-            held |= {n: payload for n, payload in copied if payload is not None}
-        copies = _copies(found.entries, shared, ranks.rank, {*digested})
-        used = held.items() if kept.in_background else ()
-        copied_parts = {n: _copied(found.state.pieces[n], payload) for n, payload in used if n is not None}
-        digests = SavedDigests(found.state, copied_parts, copies, waits=not kept.in_background)
     except Exception as error:  # not raised here: the other ranks would wait for this one
         LOG.exception("the state of this rank could not be captured")
         problem = f"could not be captured: {type(error).__name__}: {error}"
@@ -366,27 +372,29 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
         if memory is not None:
             with contextlib.suppress(RuntimeError):  # the device itself may have failed
                 memory.settle()
-        return Captured(files, {"": None}, found.index)
-    return Captured(files, {"": digests}, found.index if whole is None else None)
+    state = CapturedChunks(run, found, shared, payloads, memory)
+    return Captured(files, {"": state}, found.index if whole is None else None)
 
 
-def _weights_file(name: str, state: LiveState, written: Written, memory: HostMemory | None) -> PlainFile:
+def _weights_file(
+    name: str, run: LiveRun, pieces: Sequence[Piece], written: Written, memory: HostMemory | None
+) -> PlainFile:
     """Return the safetensors file of the weights, with the names and the metadata that frameworks give it.
 
     Source: safetensors 0.8, torch.py (``save_model``: tied names in the metadata); transformers 5.23,
     modeling_utils.py (``save_pretrained``: "format").
     """
     names = written.names or {}
-    weights = {names.get(one.name, one.name): one for one in state.pieces if one.key == WEIGHTS}
-    ties = {names.get(a, a): names.get(n, n) for a, n in state.aliases.items() if names.get(n, n) in weights}
+    weights = {names.get(one.name, one.name): one for one in pieces if one.key == WEIGHTS}
+    ties = {names.get(a, a): names.get(n, n) for a, n in run.named.aliases.items() if names.get(n, n) in weights}
     tensors = [safetensors.Tensor(own, one.dtype, one.shape) for own, one in weights.items()]
     header, begin = safetensors.build(tensors, {"format": "pt", **ties})
-    storages = {own: _bytes_of(weights[own].tensor) for own in sorted(begin, key=lambda own: begin[own])}
+    storages = {own: bytes_of(weights[own].tensor) for own in sorted(begin, key=lambda own: begin[own])}
     payloads: Mapping[str, Payload] = storages if memory is None else memory.hold(storages)
     return PlainFile(name, HostPayload(header), *payloads.values())
 
 
-def _bytes_of(tensor: Any) -> StorageBytes:
+def bytes_of(tensor: Any) -> StorageBytes:
     """Return the bytes of a tensor; of a lazy view, or of one whose elements are not in C order, of a copy."""
     own = tensor.detach().resolve_conj().resolve_neg().contiguous()
     start = own.storage_offset() * own.element_size()
@@ -418,7 +426,7 @@ def _add(files: CapturedFiles, name: str, content: Any, memory: HostMemory | Non
     files.files.append(ArchiveFile(name, pickled.structure, payloads))
 
 
-def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int) -> dict[str, Any]:
+def _run_state(run: LiveRun, pieces: Sequence[Piece], save: Save, step: int, size: int) -> dict[str, Any]:
     """Return the state beside the tensors: client state, scheduler, and the names of buffers and frozen parameters."""
     return {
         "version": VERSION,
@@ -426,8 +434,8 @@ def _run_state(run: LiveRun, state: LiveState, save: Save, step: int, size: int)
         "lr_scheduler": _states_of(run.schedulers),
         "global_steps": step,
         "world_size": size,
-        "buffers": [piece.name for piece in state.pieces if piece.is_buffer],
-        "frozen": list(state.frozen),
+        "buffers": [piece.name for piece in pieces if piece.is_buffer],
+        "frozen": _frozen(run),
         "groups": [_listed(run, group) for _, group in run.groups],
         "names": dict(save.written.names or {}),
     }
@@ -442,11 +450,11 @@ def _states_of(schedulers: Mapping[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def _tensors(run: LiveRun, state: LiveState, names: DcpLayout, written: Written) -> Iterator[Entry]:
+def _tensors(run: LiveRun, pieces: Sequence[Piece], names: DcpLayout, written: Written) -> Iterator[Entry]:
     """Yield the weights, the buffers, and the states of the optimizer."""
     of_owner = {name: own for own, name, *_ in _parameters(run, names)}
     of_weights = written.names or {}
-    for number, piece in enumerate(state.pieces):
+    for number, piece in enumerate(pieces):
         is_state = piece.key != WEIGHTS
         own = (*names.model, of_weights.get(piece.name, piece.name))
         path = of_owner[piece.name].of_state(piece.name, piece.key) if is_state else own
@@ -460,7 +468,7 @@ def _numbers(run: LiveRun, names: DcpLayout) -> Iterator[Entry]:
     found: list[tuple[Path, Any]] = []
     for own, name, owner, parameter in _parameters(run, names):
         for key, value in owner.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and number_of(key, value, parameter) is not None:
+            if isinstance(value, torch.Tensor) and is_number(key, value, parameter):
                 found.append((own.of_state(name, key), value))
     for own, number, _, group in _groups(run, names):
         listed = _listed(run, group)
@@ -742,30 +750,3 @@ def _packed(data: bytes) -> str:
 
 def _unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
-
-
-# --------------------------------------------------------------------------------------------------------- digests
-
-
-def _copies(
-    entries: Sequence[Entry], shared: Mapping[str, Any], rank: int, digested: Collection[int]
-) -> dict[int, bool]:
-    """Return the parts that several ranks have; True for one that another rank digests.
-
-    A device digests at the speed of its memory, and its bytes would be copied for a checksum: there all ranks digest.
-    """
-    found = {}
-    for n, entry in enumerate(entries):
-        kinds = shared["kinds"][shared["of"][n]]
-        alone = kinds[rank] < 0 or kinds.count(kinds[rank]) == 1
-        if entry.piece is not None and not (alone or entry.one_writer) and entry.tensor.device.type == "cpu":
-            found[entry.piece] = n not in digested
-    return found
-
-
-def _copied(piece: Piece, payload: Payload) -> Piece:
-    """Return a part whose elements are a copy in host memory."""
-    if not payload.nbytes:
-        return piece
-    tensor = torch.frombuffer(payload.read(0, payload.nbytes), dtype=piece.tensor.dtype)
-    return replace(piece, tensor=tensor.reshape(piece.tensor.shape))

@@ -29,26 +29,19 @@ from ckpttool.formats import in_order
 from ckpttool.formats.torch_run import OF_EACH_RANK
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.report import LoadReport
-from ckpttool.integrations.live.run import changing_run, thin_error
-from ckpttool.integrations.proof import prove_state
-from ckpttool.integrations.state_comparison import Scope
+from ckpttool.integrations.live.run import after_load, changing_run, thin_error
 from ckpttool.integrations.torch.collectives import broadcast_parts, check_on_all_ranks, unexpected_is_damage
 from ckpttool.integrations.torch.fill import Part, fill
-from ckpttool.integrations.torch.live import (
-    drop_gradients,
-    has_gradients,
-    live_state,
-    piece_of,
-    type_name,
-)
+from ckpttool.integrations.torch.live import drop_gradients, has_gradients, piece_of, type_name
 from ckpttool.integrations.torch.memory import empty, populated
 from ckpttool.integrations.torch.optimizers import Forms
 from ckpttool.integrations.torch.run_state import load_options, read_run_state
 from ckpttool.integrations.torch.schedulers import Unfit, check_loads, file_beside, has_state, state_for
 from ckpttool.model import UNKNOWN_GROUP, ScalarState, TensorFloat, TensorInteger, Topology
+from ckpttool.model.items import STEP, WEIGHTS
 from ckpttool.model.names import with_names_of
-from ckpttool.model.state_digest import STEP, WEIGHTS
 from ckpttool.plan.builder import Placement, pack, sample_checks, source_files
+from ckpttool.registry import hooks
 from ckpttool.saving.coordination import attempt
 from ckpttool.targets.zero.match import fit, listed
 
@@ -57,7 +50,7 @@ if TYPE_CHECKING:
 
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.integrations.live.options import LoadOptions
-    from ckpttool.integrations.torch.live import LiveState, Piece
+    from ckpttool.integrations.torch.live import Piece
     from ckpttool.integrations.torch.live_run import LiveRun
     from ckpttool.integrations.torch.optimizers import Form
     from ckpttool.model import Checkpoint, Parameter, ParamGroup, State
@@ -213,7 +206,6 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     """Load an open checkpoint into a torch run; call it on every rank with the same checkpoint.
 
     Raises:
-        ProofError: As for ``ckpttool.load``.
         CkptError: The checkpoint does not fit the run or cannot be read; on every rank, before the run changed.
     """
     began = time.perf_counter()
@@ -239,15 +231,7 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     with changing_run(checkpoint.location, options):
         nbytes = _load(run, prepared, options, ranks, divided=divided)
     report = _report(run, prepared, options, ranks, nbytes, time.perf_counter() - began)
-    wanted = options.prove
-    if wanted is None:
-        wanted = checkpoint.digests is not None and any(p.device.type != "cpu" for p in run.named.parameters.values())
-    if wanted and not options.dry_run:
-        scope = _scope(run, prepared, report)
-        optimizers = list(run.optimizers) or None
-        own = partial(_live, run, optimizers, report)
-        report = replace(report, proof=prove_state(own, prepared.checkpoint, ranks, scope))
-    return report
+    return after_load(report, run, prepared, options, ranks)
 
 
 def _load(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided: bool) -> int:
@@ -269,41 +253,6 @@ def _load(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Rank
     return read.nbytes
 
 
-def _live(run: LiveRun, optimizers: list[Any] | None, report: LoadReport) -> LiveState:
-    """Return the live state after a load, with the values that the load returns."""
-    extra = {name: one.state_dict() for name, one in run.extra.items()}
-    state = live_state(run.named.module, optimizers, run.schedulers, extra)
-    return state.with_given(report.client_state, report.rank_state)
-
-
-def _scope(run: LiveRun, prepared: PreparedRun, report: LoadReport) -> Scope:
-    """Return the part of the state that a proof of a load compares."""
-    rounded = {*_rounded(prepared.wanted)}
-    options = {
-        key
-        for (_, group), saved in zip(run.groups, prepared.options, strict=True)
-        for key, value in saved.items()
-        if isinstance(rate := group.get(key), torch.Tensor)
-        and float(value) != float(rate) == float(torch.tensor(float(value), dtype=rate.dtype, device="cpu"))
-    }
-    without = OF_THE_RUN | options
-    if report.groups_kept:
-        without |= {"groups"}
-    if len(prepared.schedulers) < len(run.schedulers) or not report.scheduler or prepared.reordered:
-        without |= {"scheduler"}  # its lists have the order of groups
-    if prepared.extra.keys() != run.extra.keys():
-        without |= {"extra"}
-    return Scope(
-        weights_only=report.weights_only,
-        without_optimizer=not (report.optimizer or report.weights_only),
-        without=without,
-        without_names=frozenset(report.unexpected),
-        without_states_of=prepared.fitted.fresh,
-        rounds=frozenset(rounded),
-        casts=True,
-    )
-
-
 # ------------------------------------------------------------------------------------------------------- first half
 
 
@@ -316,6 +265,8 @@ def _prepare(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
     if checkpoint.thin and not options.without_optimizer:
         raise thin_error(checkpoint)
     with unexpected_is_damage(checkpoint.location):
+        for hook in hooks("before_load"):
+            hook(run, options)
         options = load_options(checkpoint, options)
         model = run.model()
         if run.optimizers:
@@ -654,7 +605,7 @@ def _check_spread(owner: Any, parameter: Any, key: str, name: str) -> None:
         raise PlanError("optimizer", problem, "load it with its framework, or pass weights_only=True")
 
 
-def _rounded(wanted: Iterable[_Wanted]) -> dict[str, str]:
+def rounded(wanted: Iterable[_Wanted]) -> dict[str, str]:
     """Return the names of the states that a narrower type rounds, and the two types."""
     bits = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16}
     return {
@@ -666,7 +617,7 @@ def _rounded(wanted: Iterable[_Wanted]) -> dict[str, str]:
 
 def _notes(run: LiveRun, checkpoint: Checkpoint, wanted: Sequence[_Wanted]) -> Iterator[str]:
     """Yield notes on state that is rounded, dropped, or not restored."""
-    for key, types in _rounded(wanted).items():
+    for key, types in rounded(wanted).items():
         yield f"{key} are rounded from {types}, the type of the run"
     if has_gradients(run.named.module):
         yield "the gradients that the run has are dropped"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckpttool.errors import ArgumentError
-from ckpttool.model.state_digest import STEP
+from ckpttool.model.items import STEP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

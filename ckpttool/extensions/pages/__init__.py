@@ -1,0 +1,1 @@
+"""Reports of commands as pages for a browser: ``--html``, and a checkpoint in a notebook."""
