@@ -40,13 +40,14 @@ class Option(NamedTuple):
     """The parameter; the option of the command is spelled with hyphens."""
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
-    code: str
+    code: str = ""
     """Function or class to import when it is given: it is called with all given options that have it."""
     before: str = ""
     """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
     a ``cli._output.Output``, then writes their report."""
     annotation: str = "str"
-    """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
+    """Type of the parameter: "bool" in the first place makes a flag of a command, "Sequence[str]" an option that may be
+    repeated."""
     default: Any = None
     """Value that means that it is not given."""
     text: str = ""
@@ -59,6 +60,8 @@ class Option(NamedTuple):
     """Text of that help."""
     metavar: str | None = None
     """Its value in that help."""
+    sets: str = ""
+    """Another option of the same extension, whose value this option of a command gives; it has no code."""
 
 
 class Extension(NamedTuple):
@@ -152,6 +155,32 @@ EXTENSIONS = (
             ),
         ),
         notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
+    ),
+    Extension(
+        "ray_cluster",
+        options=(
+            Option(
+                "ray",
+                ("consolidate", "convert", "average"),
+                "ckpttool.extensions.ray_cluster.cluster.OnCluster",
+                before="progress",
+                annotation="bool | str | None",
+                text="Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.",
+                after="memory",
+                section="Resources",
+                help="Spread the work over a Ray cluster.",
+            ),
+            Option(
+                "ray_address",
+                ("consolidate", "convert", "average"),
+                after="ray",
+                section="Resources",
+                help="Address of the Ray cluster, such as auto or head:6379.  [default: the one that Ray finds, or a "
+                "new one]",
+                metavar="ADDRESS",
+                sets="ray",
+            ),
+        ),
     ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
