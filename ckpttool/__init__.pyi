@@ -102,6 +102,7 @@ class _ConsolidateOptions(typing.TypedDict, total=False):
     merge_lora: bool
     base: Source | None
     adapter: collections.abc.Sequence[str]
+    ray: bool | str | None
 
 class _LoadOptions(typing.TypedDict, total=False):
     """Options of ``load`` that extensions add."""
@@ -120,3 +121,9 @@ class _ConvertOptions(typing.TypedDict, total=False):
     mesh: collections.abc.Mapping[str, int] | collections.abc.Sequence[int] | None
     device: str | None
     torch: typing.Literal["2.6", "2.13"] | None
+    ray: bool | str | None
+
+class _AverageOptions(typing.TypedDict, total=False):
+    """Options of ``average`` that other extensions add."""
+
+    ray: bool | str | None

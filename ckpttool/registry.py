@@ -77,14 +77,15 @@ class Option(NamedTuple):
     """The parameter; the option of the command is spelled with hyphens."""
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
-    code: str
+    code: str = ""
     """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
-    for loads finds them in ``LoadOptions.given``."""
+    for loads finds them in ``LoadOptions.given``. "" if a target or another option takes the value."""
     before: str = ""
     """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
     a ``cli._output.Output``, then writes their report."""
     annotation: str = "str"
-    """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
+    """Type of the parameter: "bool" in the first place makes a flag of a command, "Sequence[str]" an option that may be
+    repeated."""
     default: Any = None
     """Value that means that it is not given."""
     text: str = ""
@@ -102,6 +103,8 @@ class Option(NamedTuple):
     parser: str = ""
     """Function that makes the value from the text of a command, and raises a ``ValueError`` that says how to write it;
     "" if the text is the value."""
+    sets: str = ""
+    """Another option of the same extension, whose value this option of a command gives; it has no code."""
 
 
 class Retention(NamedTuple):
@@ -139,7 +142,6 @@ class Extension(NamedTuple):
     ``before_load`` may raise an error, ``after_load`` returns the report."""
 
 
-_NEXT_RUN = "The run that will load it"
 EXTENSIONS: tuple[Extension, ...] = (
     Extension("accelerate", addresses=("ckpttool.integrations.accelerate",)),
     Extension("huggingface", addresses=("ckpttool.integrations.huggingface",)),
@@ -148,138 +150,42 @@ EXTENSIONS: tuple[Extension, ...] = (
         commands=(Command("average", "Export", "consolidate", "ckpttool.extensions.merging.command", ("mean", "ema")),),
         options=(
             Option(
-                "merge_lora",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="bool",
-                default=False,
+                "merge_lora", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="bool", default=False,
                 text="Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the "
                 "output has the base model's names.",
-                after="adapter_only",
-                section="LoRA",
+                after="adapter_only", section="LoRA",
                 help="Merge the trained LoRA adapter into the base model, as PEFT does.",
             ),
             Option(
-                "base",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="Source | None",
-                default=None,
+                "base", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="Source | None",
                 text="The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.",
-                after="merge_lora",
-                section="LoRA",
+                after="merge_lora", section="LoRA", metavar="SRC",
                 help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]",
-                metavar="SRC",
             ),
             Option(
-                "adapter",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="Sequence[str]",
-                default=(),
+                "adapter", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="Sequence[str]", default=(),
                 text="Names of the adapters to merge, if there are several.",
-                after="base",
-                section="LoRA",
+                after="base", section="LoRA", metavar="NAME",
                 help="Adapter to merge, if there are several (repeatable).",
-                metavar="NAME",
             ),
         ),
     ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
-        "rank_files",
-        formats=(
-            Format(
-                "ckpttool.extensions.rank_files.reader.read_rank_files",
-                {"rank files": "FSDP2 files of single ranks, over {ranks}"},
-                numbered=True,
-            ),
-        ),
-        options=(
-            Option(
-                "mesh",
-                ("convert",),
-                "",
-                before="prove",
-                annotation="Mapping[str, int] | Sequence[int] | None",
-                default=None,
-                text='For "ranks", sizes of the run\'s device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of one '
-                "without names, such as ``[4]``: the last dimension shards, the others replicate. Default: one dimension, "
-                'with the source\'s name, otherwise "fsdp" for verl and no name for Accelerate.',
-                after="layout",
-                section=_NEXT_RUN,
-                help="Device mesh of that run, for ranks; its last dimension shards; N without names.  "
-                "[default: WORLD_SIZE ranks, named as in SRC, or fsdp for verl]",
-                metavar="NAME=N,NAME=N",
-                parser="ckpttool.extensions.rank_files.conversion.parse_mesh",
-            ),
-            Option(
-                "device",
-                ("convert",),
-                "",
-                before="prove",
-                annotation="str | None",
-                default=None,
-                text='For "ranks", the type of the run\'s devices; default: the source\'s, otherwise "cuda".',
-                after="mesh",
-                section=_NEXT_RUN,
-                help="Its device type, for ranks.  [default: the source's, or cuda]",
-                choices=("cpu", "cuda", "hpu", "mps", "npu", "xpu"),
-            ),
-            Option(
-                "torch",
-                ("convert",),
-                "",
-                before="prove",
-                annotation='Literal["2.6", "2.13"] | None',
-                default=None,
-                text='For "ranks", the run\'s torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the '
-                'source\'s, otherwise "2.13". The files load in no other release.',
-                after="device",
-                section=_NEXT_RUN,
-                help="torch of that run, for ranks: 2.6 to 2.9, or 2.13 and later.  [default: the source's, or 2.13]",
-                choices=("2.6", "2.13"),
-            ),
-        ),
-        targets=(
-            Target(
-                "ranks",
-                "ckpttool.extensions.rank_files.conversion.plan",
-                "the ranks of FSDP2",
-                options=("world_size", "buffers", "layout", "mesh", "device", "torch"),
-                layouts=("verl", "accelerate"),
-                checker="ckpttool.extensions.rank_files.conversion.check",
-            ),
-        ),
-    ),
-    Extension(
         "pages",
-        options=(
-            Option(
-                "html",
-                ("inspect", "verify", "diff", "ls"),
-                "ckpttool.extensions.pages.html.Html",
-                help="Write a self-contained HTML page (- for stdout); replaces an earlier page.",
-                metavar="FILE",
-            ),
-            Option(
-                "html",
-                ("prune",),
-                "ckpttool.extensions.pages.html.Html",
-                help="With --dry-run, write the decisions as an HTML page; replaces an earlier page.",
-                metavar="FILE",
-            ),
-            Option(
-                "html",
-                ("stats",),
-                "ckpttool.extensions.pages.html.Html",
-                help="Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
-                "replaces an earlier page.",
-                metavar="FILE",
-            ),
+        options=tuple(
+            Option("html", commands, "ckpttool.extensions.pages.html.Html", help=told, metavar="FILE")
+            for commands, told in (
+                (("inspect", "verify", "diff", "ls"),
+                 "Write a self-contained HTML page (- for stdout); replaces an earlier page."),
+                (("prune",), "With --dry-run, write the decisions as an HTML page; replaces an earlier page."),
+                (("stats",),
+                 "Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
+                 "replaces an earlier page."),
+            )
         ),
         notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
     ),
@@ -305,59 +211,104 @@ EXTENSIONS: tuple[Extension, ...] = (
         ),
         hooks="ckpttool.extensions.proof.hooks",
     ),
+    Extension(
+        "rank_files",
+        formats=(
+            Format(
+                "ckpttool.extensions.rank_files.reader.read_rank_files",
+                {"rank files": "FSDP2 files of single ranks, over {ranks}"}, numbered=True,
+            ),
+        ),
+        targets=(
+            Target(
+                "ranks", "ckpttool.extensions.rank_files.conversion.plan", "the ranks of FSDP2",
+                options=("world_size", "buffers", "layout", "mesh", "device", "torch"),
+                layouts=("verl", "accelerate"), checker="ckpttool.extensions.rank_files.conversion.check",
+            ),
+        ),
+        options=(
+            Option(
+                "mesh", ("convert",),
+                before="prove", annotation="Mapping[str, int] | Sequence[int] | None",
+                text='For "ranks", sizes of the run\'s device mesh by name, such as ``{"ddp": 2, "fsdp": 4}``, or of '
+                "one without names, such as ``[4]``: the last dimension shards, the others replicate. Default: one "
+                'dimension, with the source\'s name, otherwise "fsdp" for verl and no name for Accelerate.',
+                after="layout", section="The run that will load it",
+                help="Device mesh of that run, for ranks; its last dimension shards; N without names.  "
+                "[default: WORLD_SIZE ranks, named as in SRC, or fsdp for verl]",
+                metavar="NAME=N,NAME=N", parser="ckpttool.extensions.rank_files.conversion.parse_mesh",
+            ),
+            Option(
+                "device", ("convert",),
+                before="prove", annotation="str | None",
+                text='For "ranks", the type of the run\'s devices; default: the source\'s, otherwise "cuda".',
+                after="mesh", section="The run that will load it",
+                help="Its device type, for ranks.  [default: the source's, or cuda]",
+                choices=("cpu", "cuda", "hpu", "mps", "npu", "xpu"),
+            ),
+            Option(
+                "torch", ("convert",),
+                before="prove", annotation='Literal["2.6", "2.13"] | None',
+                text='For "ranks", the run\'s torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the '
+                'source\'s, otherwise "2.13". The files load in no other release.',
+                after="device", section="The run that will load it",
+                help="torch of that run, for ranks: 2.6 to 2.9, or 2.13 and later.  [default: the source's, or 2.13]",
+                choices=("2.6", "2.13"),
+            ),
+        ),
+    ),
+    Extension(
+        "ray_cluster",
+        options=(
+            Option(
+                "ray", ("consolidate", "convert", "average"), "ckpttool.extensions.ray_cluster.cluster.OnCluster",
+                before="progress", annotation="bool | str | None",
+                text="Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.",
+                after="memory", section="Resources", help="Spread the work over a Ray cluster.",
+            ),
+            Option(
+                "ray_address", ("consolidate", "convert", "average"), after="ray", section="Resources",
+                metavar="ADDRESS", sets="ray",
+                help="Address of the Ray cluster, such as auto or head:6379.  [default: the one that Ray finds, or a "
+                "new one]",
+            ),
+        ),
+    ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),
     Extension(
         "thinning",
+        retention=Retention(
+            ("thin", "thin_every"), ".ckpttool-thinning", "ckpttool.extensions.thinning.replacement.recover"
+        ),
         options=(
             Option(
-                "thin",
-                ("prune",),
-                "ckpttool.extensions.thinning.action.Thin",
-                before="torn",
-                annotation="str | None",
-                default=None,
+                "thin", ("prune",), "ckpttool.extensions.thinning.action.Thin",
+                before="torn", annotation="str | None",
                 text='Thin those that no rule keeps, with weights of this type: "bf16" or "fp32".',
-                after="keep_for",
+                after="keep_for", choices=("bf16", "fp32"),
                 help="Instead of deleting a checkpoint, keep its weights in this dtype and delete its optimizer "
                 "states.",
-                choices=("bf16", "fp32"),
             ),
             Option(
-                "thin_every",
-                ("prune",),
-                "ckpttool.extensions.thinning.action.Thin",
-                before="torn",
-                annotation="int | None",
-                default=None,
+                "thin_every", ("prune",), "ckpttool.extensions.thinning.action.Thin",
+                before="torn", annotation="int | None",
                 text="Thin only those whose step is a multiple of this, and remove the others, thin ones included.",
-                after="thin",
+                after="thin", metavar="K",
                 help="Thin only those whose step is a multiple of K, and delete the others.  [default dtype: bf16]",
-                metavar="K",
             ),
             Option(
-                "thin",
-                ("CheckpointManager",),
-                "ckpttool.extensions.thinning.action.Thin",
-                before="layout",
-                annotation="str | None",
-                default=None,
+                "thin", ("CheckpointManager",), "ckpttool.extensions.thinning.action.Thin",
+                before="layout", annotation="str | None",
                 text='Instead of deleting a checkpoint that no rule keeps, keep its weights in this type: "bf16" or '
                 '"fp32". The first rank writes them after a save, with ``async_save`` in the background.',
             ),
             Option(
-                "thin_every",
-                ("CheckpointManager",),
-                "ckpttool.extensions.thinning.action.Thin",
-                before="layout",
-                annotation="int | None",
-                default=None,
+                "thin_every", ("CheckpointManager",), "ckpttool.extensions.thinning.action.Thin",
+                before="layout", annotation="int | None",
                 text="Keep the weights of those whose step is a multiple of this, in bf16 unless ``thin`` says "
                 "otherwise, and remove the others, thin ones included.",
             ),
-        ),
-        retention=Retention(
-            ("thin", "thin_every"), ".ckpttool-thinning", "ckpttool.extensions.thinning.replacement.recover"
         ),
     ),
 )  # fmt: skip

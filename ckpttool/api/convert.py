@@ -15,7 +15,7 @@ from ckpttool.errors import ArgumentError, LayoutError
 from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
-from ckpttool.registry import values_of, with_options
+from ckpttool.registry import carry_out, parameters_of, with_options
 from ckpttool.targets.table import TARGETS, check, plan
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool import _ConvertOptions
+    from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
@@ -72,7 +73,6 @@ def convert(  # noqa: PLR0913  public API
     resume: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
-    ray: bool | str | None = None,
     progress: Progress | None = None,
     allow_partial: bool = False,
     trust_names: bool = False,
@@ -113,7 +113,6 @@ def convert(  # noqa: PLR0913  public API
         resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
@@ -129,7 +128,6 @@ def convert(  # noqa: PLR0913  public API
         tag=tag,
         jobs=jobs,
         memory=memory,
-        ray=ray,
         progress=progress,
         check=check,
         prove=prove,
@@ -148,13 +146,15 @@ def convert(  # noqa: PLR0913  public API
     }
     asked |= {"expert_parallel": expert_parallel, "dtype": short_name(dtype), "layout": layout}
     asked |= {"buffers": None if buffers is None else tuple(buffers)}
-    asked |= values_of("convert", given)
-    return _convert(src, checked_path("out", out), to, asked, options)
+    asked |= {one.name: given.get(one.name, one.default) for one in parameters_of("convert") if not one.code}
+    return _convert(src, checked_path("out", out), to, asked, options, carry_out("convert", given))
 
 
-def _convert(src: Source, out: str, to: str, asked: Mapping[str, Any], options: Options) -> ConvertReport:
+def _convert(
+    src: Source, out: str, to: str, asked: Mapping[str, Any], options: Options, additions: Sequence[Addition]
+) -> ConvertReport:
     check(to, asked)
-    run = Run(out, options)
+    run = Run(out, options, additions)
     (checkpoint,) = run.open([src])
     if checkpoint.left_out and not options.allow_partial:
         hint = "to write the weights without the optimizer, pass allow_partial=True"
