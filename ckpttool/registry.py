@@ -193,15 +193,10 @@ EXTENSIONS: tuple[Extension, ...] = (
         "proof",
         options=tuple(
             Option(
-                "prove",
-                functions,
-                "ckpttool.extensions.proof.hooks.after_load",
-                before=before,
-                annotation="bool | None",
-                default=None,
-                text="Whether to digest the live state after each load, in place, and compare it with the saved one; "
-                "raises a ``ProofError`` if they differ, see ``ckpttool.prove``. Default: if the save recorded digests "
-                "and the state is on an accelerator.",
+                "prove", functions, "ckpttool.extensions.proof.hooks.after_load", before, "bool | None", None,
+                "Whether to digest the live state after each load, in place, and compare it with the saved one; a "
+                "difference raises a ``ProofError``, see ``ckpttool.prove``. Default: if the save recorded digests and "
+                "the state is on an accelerator.",
             )
             for before, functions in (
                 ("timeout", ("load",)),

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpttool.registry import EXTENSIONS
 from tests import forked
 from tests.storage.server import RARE_COLLECTIONS
 
@@ -23,7 +24,7 @@ IMPORTED = (
         "capture", "inject", "load", "restorable", "run", "stage0",
     )),
     *(f"ckpttool.integrations.live.{n}" for n in ("host_memory", "load", "manager")),
-    "ckpttool.integrations.torch.run",
+    "ckpttool.integrations.torch.run", *(row.hooks for row in EXTENSIONS if row.hooks),
     *(f"ckpttool.formats.{n}" for n in ("state_dict", "zero.reader", "zero.stage0", "zero.stage12")),
     "ckpttool.integrations.torch.live", "ckpttool.storage.local_writer",
     "deepspeed.comm.mori", "deepspeed.utils.pin_memory", "deepspeed.runtime.superoffload.superoffload_stage3",

@@ -148,7 +148,7 @@ def saved_digests(captured: CapturedEngine, save: Save, rank_state: Any, rank: i
     with whole_layers(captured.live.engine):
         state = live_state(captured.live).with_given(save.client_state, rank_state)
     left_out = {*state.frozen} if save.exclude_frozen else set()
-    memory = sorted(captured.files.memory, key=lambda held: held[0])
+    memory = sorted(captured.memory, key=lambda held: held[0])
     pieces: list[Piece] = []
     held: dict[int, Piece] = {}
     for piece in state.pieces:

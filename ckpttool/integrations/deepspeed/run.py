@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.run import Kept
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
+    from ckpttool.saving.files import Payload
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class CapturedEngine(NamedTuple):
     """The captured state of one engine on this rank."""
 
     live: LiveEngine
-    files: EngineFiles
+    memory: Sequence[tuple[int, Payload]]
+    """``EngineFiles.memory``."""
 
 
 class EngineRun:
@@ -125,7 +127,7 @@ class EngineRun:
                         name=name,
                     )
                 captured = merged([captured, part])
-                states[name] = CapturedEngine(live, part)
+                states[name] = CapturedEngine(live, part.memory)
                 if live.engine not in kept.checked:
                     first_saves.append((live, part))
                 own_files = {}  # the first engine has the states of the ranks
