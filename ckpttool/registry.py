@@ -398,6 +398,25 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     return [imported(code)(**values) for code, values in calls.items()]
 
 
+def call(code: str, path: str, *arguments: Any) -> Any:
+    """Call a function of a row; an error in the code of another package names the package.
+
+    Args:
+        code: Address of the function.
+        path: The checkpoint.
+        arguments: Its arguments.
+
+    Raises:
+        CkptError: It raises one, or the code of another package raises any error.
+    """
+    if code.startswith(f"{__package__}."):
+        return imported(code)(*arguments)
+    from ckpttool.other_packages import naming
+
+    with naming(code, path):
+        return imported(code)(*arguments)
+
+
 def imported(code: str) -> Any:
     """Import a function or class by its address."""
     module, _, name = code.rpartition(".")

@@ -44,7 +44,7 @@ def states_of(c: Checkpoint, name: str) -> Iterator[tuple[str, State]]:
 def title(c: Checkpoint) -> list[str]:
     """Return format, topology and step of the checkpoint, in a few words."""
     over = _layout_of_ranks(c)
-    kind = next(known.kinds[c.format] for known in FORMATS if c.format in known.kinds)
+    kind = next((known.kinds[c.format] for known in FORMATS if c.format in known.kinds), c.format)
     if c.format == "zero" and not c.stage:
         kind = "DeepSpeed without ZeRO (stage 0) over {ranks}"
     title = [kind.format(stage=c.stage, ranks=over), SHORT_NAMES.get(c.dtype, c.dtype.lower())]

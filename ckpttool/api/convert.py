@@ -16,7 +16,7 @@ from ckpttool.formats import Opening, Source, open_checkpoint
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.registry import carry_out, parameters_of, with_options
-from ckpttool.targets.table import TARGETS, check, plan
+from ckpttool.targets.table import check, plan, target_of
 
 if TYPE_CHECKING:
     import os
@@ -48,7 +48,7 @@ class ConvertReport(Shown):
     def blocks(self) -> Iterator[Block]:
         """Yield the written files, or those planned by a dry run."""
         written = self.written
-        yield written.line(f"{self.tag} for {TARGETS[self.to].loader}, {len(written.files)} files")
+        yield written.line(f"{self.tag} for {target_of(self.to).loader}, {len(written.files)} files")
         yield from written.remarks(self.notes)
 
 
@@ -159,7 +159,7 @@ def _convert(
     if checkpoint.left_out and not options.allow_partial:
         hint = "to write the weights without the optimizer, pass allow_partial=True"
         raise LayoutError(checkpoint.location, checkpoint.left_out, hint, ("allow_partial",))
-    if checkpoint.of_other_shape and not TARGETS[to].holds_any_shape:
+    if checkpoint.of_other_shape and not target_of(to).holds_any_shape:
         problem = f"has optimizer states of other shapes than their parameters: {checkpoint.of_other_shape}"
         raise LayoutError(
             checkpoint.location, problem, "of all formats dcp alone holds them; consolidate writes the weights alone"

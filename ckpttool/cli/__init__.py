@@ -76,9 +76,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command by its name, of ckpttool or else of another package; None if there is none."""
         if cmd_name not in COMMANDS:
-            from ckpttool.cli._other_packages import find_command
+            from ckpttool.other_packages import find_command
 
-            return find_command(cmd_name)
+            return find_command(cmd_name, click.Command)
         command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         return command
 

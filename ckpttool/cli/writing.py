@@ -60,12 +60,22 @@ def consolidate(src: Any, out: str, **given: Any) -> None:
     show(report)
 
 
+class _Target(click.Choice[str]):
+    """A target; other packages may have further ones."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return its name; fail as wrong usage."""
+        from ckpttool.other_packages import find_target
+
+        return value if value not in self.choices and find_target(value) else super().convert(value, param, ctx)
+
+
 @click.command(cls=options.Command, short_help="Write a checkpoint for another number of ranks, stage or loader.")
 @options.source_argument
 @options.out_argument
 @click.option(
     "--to",
-    type=click.Choice([*TARGETS]),
+    type=_Target(tuple(TARGETS)),
     required=True,
     help="Output format: of DeepSpeed, of torch.distributed.checkpoint, or a file for each rank of FSDP2.",
 )

@@ -32,7 +32,7 @@ from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.table import FORMATS, formats_with_tags
 from ckpttool.messages import name_some
-from ckpttool.registry import imported
+from ckpttool.registry import call
 from ckpttool.storage import (
     WAIT,
     Opening,
@@ -299,6 +299,8 @@ def _open(paths: Sequence[str], storage: Storage, tag: str | None, report: Repor
     here = Place(storage, first.rstrip("/") or first)
     if not others and storage.exists(here.path):
         found = _open_other(here, tag, report, accepted)
+        if found is None and tag is None and here.kind in {FILE, RUN, OTHER}:
+            found = _read_by_others(here)
         if found is not None:
             return found
     location = locate(here, tag)
@@ -385,6 +387,15 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
     if tag is not None and is_of_trainer(tag) and here.storage.is_dir(posixpath.join(here.path, tag)):
         return _open([posixpath.join(here.path, tag)], here.storage, None, report, accepted)
     return found
+
+
+def _read_by_others(here: Place) -> Checkpoint | None:
+    """Read a file or a directory by the formats of other packages; None if it has none of these."""
+    from ckpttool.other_packages import formats  # few checkpoints are of unknown formats
+
+    location = Location(here.path, here.path, here.name)
+    fitting = (known for known in formats() if not known.marker or _matches(known, here.storage, here.path))
+    return next((found for f in fitting if (found := _read(f, here.storage, location, raise_at_once))), None)
 
 
 def _passed(here: Place, inner: str) -> list[str]:
@@ -515,5 +526,5 @@ def _read(known: Format, storage: Storage, location: Location, report: Report) -
     Raises:
         CkptError: The checkpoint is damaged, unless ``report`` collects the finding and reading can continue.
     """
-    found: Checkpoint | None = imported(known.reader)(storage, location, report)
+    found: Checkpoint | None = call(known.reader, location.directory, storage, location, report)
     return found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import check_choice
 from ckpttool.errors import ArgumentError
-from ckpttool.registry import EXTENSIONS, Target, imported
+from ckpttool.registry import EXTENSIONS, Target, call, imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,11 +59,10 @@ def check(to: str, given: Mapping[str, Any]) -> None:
     Raises:
         ArgumentError: The target is unknown, or does not have an option or its value.
     """
-    check_choice("to", to, tuple(TARGETS))
-    target = TARGETS[to]
+    target = target_of(to)
     for name, value in given.items():
         having = [other.name for other in TARGETS.values() if name in other.options]
-        if to not in having and value is not None:
+        if name not in target.options and value is not None:
             problem = f"is for {' and '.join(having)}, not for {to}"
             raise ArgumentError(name, problem, f'leave out {name}, or write to="{having[0]}"', (name, "to"))
     if given["layout"] is not None:
@@ -84,5 +83,20 @@ def plan(to: str, checkpoint: Checkpoint, given: Mapping[str, Any], tag: str) ->
     Raises:
         CkptError: The checkpoint or an option does not fit the target.
     """
-    planned: Planned = imported(TARGETS[to].planner)(checkpoint, given, tag)
+    planned: Planned = call(target_of(to).planner, checkpoint.location, checkpoint, given, tag)
     return planned
+
+
+def target_of(name: str) -> Target:
+    """Return a target, of ckpttool or else of another package.
+
+    Raises:
+        ArgumentError: There is none of that name.
+    """
+    if name not in TARGETS:
+        from ckpttool.other_packages import find_target
+
+        if (found := find_target(name)) is not None:
+            return found
+        check_choice("to", name, tuple(TARGETS))
+    return TARGETS[name]

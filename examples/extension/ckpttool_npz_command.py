@@ -1,4 +1,4 @@
-"""An extension of ckpttool in a package of its own: the command ``ckpttool shapes SRC``."""
+"""The command ``ckpttool shapes SRC``."""
 
 from __future__ import annotations
 
