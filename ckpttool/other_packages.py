@@ -9,8 +9,7 @@ import contextlib
 import logging
 import time
 from functools import cache
-from importlib.metadata import entry_points, packages_distributions
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError
 from ckpttool.messages import printable
@@ -42,6 +41,8 @@ class Other(NamedTuple):
 @cache
 def others() -> tuple[Other, ...]:
     """Return the extensions of other packages; the log names those that cannot be loaded, and slow ones."""
+    from importlib.metadata import entry_points  # few runs need it
+
     found = {(entry.name, entry.value): entry for entry in entry_points(group=GROUP)}  # one may be installed twice
     return tuple(other for entry in found.values() if (other := _load(entry)) is not None)
 
@@ -64,6 +65,23 @@ def _load(entry: EntryPoint) -> Other | None:
 
 def _warn(entry: EntryPoint, package: str, problem: str) -> None:
     LOG.warning("the extension %s of %s %s; update or uninstall that package", entry.name, package, problem)
+
+
+def call(code: str, path: str, *arguments: Any) -> Any:
+    """Call a function of a row; an error in the code of another package names the package.
+
+    Args:
+        code: Address of the function.
+        path: The checkpoint.
+        arguments: Its arguments.
+
+    Raises:
+        CkptError: It raises one, or the code of another package raises any error.
+    """
+    if code.startswith(f"{__package__}."):
+        return imported(code)(*arguments)
+    with naming(code, path):
+        return imported(code)(*arguments)
 
 
 def find_command(name: str, kind: type[T]) -> T | None:
@@ -116,6 +134,8 @@ def naming(code: str, path: str) -> Iterator[None]:
     except CkptError:
         raise
     except (Exception, SystemExit) as error:
+        from importlib.metadata import packages_distributions
+
         module = code.partition(".")[0]
         package = " or ".join(packages_distributions().get(module, [module]))
         problem = f"fails in the extension {package}: {type(error).__name__}: {printable(str(error), 300)}"

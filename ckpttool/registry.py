@@ -243,7 +243,7 @@ EXTENSIONS: tuple[Extension, ...] = (
             ),
             Option(
                 "torch", ("convert",),
-                before="prove", annotation='Literal["2.6", "2.13"] | None',
+                before="prove", annotation="Literal['2.6', '2.13'] | None",
                 text='For "ranks", the run\'s torch: "2.6" for 2.6 to 2.9, "2.13" for 2.13 and later; default: the '
                 'source\'s, otherwise "2.13". The files load in no other release.',
                 after="device", section="The run that will load it",
@@ -396,25 +396,6 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
         if option.code and values[option.name] != option.default:
             calls.setdefault(option.code, {})[option.name] = values[option.name]
     return [imported(code)(**values) for code, values in calls.items()]
-
-
-def call(code: str, path: str, *arguments: Any) -> Any:
-    """Call a function of a row; an error in the code of another package names the package.
-
-    Args:
-        code: Address of the function.
-        path: The checkpoint.
-        arguments: Its arguments.
-
-    Raises:
-        CkptError: It raises one, or the code of another package raises any error.
-    """
-    if code.startswith(f"{__package__}."):
-        return imported(code)(*arguments)
-    from ckpttool.other_packages import naming
-
-    with naming(code, path):
-        return imported(code)(*arguments)
 
 
 def imported(code: str) -> Any:

@@ -195,7 +195,12 @@ def test_an_output_of_an_extension_is_no_argument_of_the_function(monkeypatch: p
 def test_rows_are_listed_where_they_say(row: Extension) -> None:
     for option in row.options:
         own = [one.name for one in row.options if one.before]
-        assert option.sets in own if option.sets else option.code.startswith(f"ckpttool.extensions.{row.name}.")
+        of_targets = [name for target in row.targets for name in target.options]
+        assert (
+            option.code.startswith(f"ckpttool.extensions.{row.name}.")
+            if option.code
+            else option.name in of_targets or option.sets in own
+        )
         for name in option.functions:
             if name in COMMANDS and option.help:
                 command = cli.get_command(click.Context(cli), name)

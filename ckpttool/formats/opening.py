@@ -32,7 +32,7 @@ from ckpttool.formats.sidecars import with_rank_states
 from ckpttool.formats.stand_ins import Explainer
 from ckpttool.formats.table import FORMATS, formats_with_tags
 from ckpttool.messages import name_some
-from ckpttool.registry import call
+from ckpttool.other_packages import call, formats
 from ckpttool.storage import (
     WAIT,
     Opening,
@@ -390,9 +390,7 @@ def _open_other(here: Place, tag: str | None, report: Report, accepted: Accepted
 
 
 def _read_by_others(here: Place) -> Checkpoint | None:
-    """Read a file or a directory by the formats of other packages; None if it has none of these."""
-    from ckpttool.other_packages import formats  # few checkpoints are of unknown formats
-
+    """Read a file or a directory by the formats of other packages; None if no format fits."""
     location = Location(here.path, here.path, here.name)
     fitting = (known for known in formats() if not known.marker or _matches(known, here.storage, here.path))
     return next((found for f in fitting if (found := _read(f, here.storage, location, raise_at_once))), None)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpttool.arguments import check_choice
 from ckpttool.errors import ArgumentError
-from ckpttool.registry import EXTENSIONS, Target, call, imported
+from ckpttool.other_packages import call, find_target
+from ckpttool.registry import EXTENSIONS, Target, imported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,8 +95,6 @@ def target_of(name: str) -> Target:
         ArgumentError: There is none of that name.
     """
     if name not in TARGETS:
-        from ckpttool.other_packages import find_target
-
         if (found := find_target(name)) is not None:
             return found
         check_choice("to", name, tuple(TARGETS))

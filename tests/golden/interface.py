@@ -45,7 +45,7 @@ def describe() -> dict[Path, dict[str, Any]]:
     for row in EXTENSIONS:
         for option in (one for one in row.options if one.before):
             told = f"{option.annotation} = {option.default!r}, before {option.before}"
-            own = _golden(found, option.code).setdefault("options", {})
+            own = _golden(found, f"ckpttool.extensions.{row.name}.").setdefault("options", {})
             own |= {f"{function} {option.name}": told for function in option.functions}
     for key, schema in _outputs().items():
         _golden(found, COMMANDS[key.partition(" ")[0]])["json"][key] = schema
