@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from ckpttool.registry import EXTENSIONS
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -182,9 +184,9 @@ def commit() -> str:
 
 
 def packages() -> str:
-    """The pipeline of the packages."""
+    """The pipeline of the packages of the core, and below it the extensions by the fields of their rows."""
     return rows_picture(
-        "The packages, in the order in which data passes through them",
+        "The packages of the core, in the order in which data passes through them, and the extensions beside it",
         [
             row("open", "storage 10 a | containers 10 a | formats 10 a | model 10 d"),
             row("consolidate, convert", "model 10 d | targets 10 b | plan 10 b | execution 10 c | storage 10 a"),
@@ -193,12 +195,22 @@ def packages() -> str:
                 "load into a run",
                 "model 10 d | targets.zero 10 b | execution 10 c | integrations 10 d | engine 10 head",
             ),
+            *_extensions(),
         ],
         [
             "model is data: for each state of each parameter, the file, offset and length of each run of elements.",
             "plan is data too: for each byte of each output file, its source byte. Only execution moves bytes.",
+            "An extension adds to the core what its row lists. Without its row and its folder the core is whole.",
         ],
     )
+
+
+def _extensions() -> list[Row]:
+    """Rows of extensions: for each field of ``registry.Extension`` those that have it."""
+    return [
+        Row(f"extensions: {field}", tuple(Box(one.name, 10, "") for one in EXTENSIONS if getattr(one, field)))
+        for field in ("commands", "options", "formats", "targets", "retention", "hooks", "addresses")
+    ]
 
 
 PICTURES = {"stage12": stage12, "stage3": stage3, "universal": universal, "commit": commit, "packages": packages}
