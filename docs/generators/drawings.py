@@ -200,7 +200,7 @@ def packages() -> str:
         [
             "model is data: for each state of each parameter, the file, offset and length of each run of elements.",
             "plan is data too: for each byte of each output file, its source byte. Only execution moves bytes.",
-            "An extension adds to the core what its row lists. Without its row and its folder the core is whole.",
+            "The row of an extension lists all that it adds. Without this row and the folder the core is whole.",
         ],
     )
 
