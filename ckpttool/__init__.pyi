@@ -90,6 +90,17 @@ class _ConsolidateOptions(typing.TypedDict, total=False):
     merge_lora: bool
     base: Source | None
     adapter: collections.abc.Sequence[str]
+    ray: bool | str | None
+
+class _ConvertOptions(typing.TypedDict, total=False):
+    """Options of ``convert`` that extensions add."""
+
+    ray: bool | str | None
+
+class _AverageOptions(typing.TypedDict, total=False):
+    """Options of ``average`` that other extensions add."""
+
+    ray: bool | str | None
 
 class _LoadOptions(typing.TypedDict, total=False):
     """Options of ``load`` that extensions add."""

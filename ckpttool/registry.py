@@ -40,14 +40,15 @@ class Option(NamedTuple):
     """The parameter; the option of the command is spelled with hyphens."""
     functions: tuple[str, ...]
     """Qualified names of the functions that have it."""
-    code: str
+    code: str = ""
     """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
     for loads finds them in ``LoadOptions.given``."""
     before: str = ""
     """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
     a ``cli._output.Output``, then writes their report."""
     annotation: str = "str"
-    """Type of the parameter: "bool" makes a flag of a command, "Sequence[str]" an option that may be repeated."""
+    """Type of the parameter: "bool" in the first place makes a flag of a command, "Sequence[str]" an option that may be
+    repeated."""
     default: Any = None
     """Value that means that it is not given."""
     text: str = ""
@@ -60,6 +61,8 @@ class Option(NamedTuple):
     """Text of that help."""
     metavar: str | None = None
     """Its value in that help."""
+    sets: str = ""
+    """Another option of the same extension, whose value this option of a command gives; it has no code."""
 
 
 class Extension(NamedTuple):
@@ -88,72 +91,42 @@ EXTENSIONS: tuple[Extension, ...] = (
         commands=(Command("average", "Export", "consolidate", "ckpttool.extensions.merging.command", ("mean", "ema")),),
         options=(
             Option(
-                "merge_lora",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="bool",
-                default=False,
+                "merge_lora", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="bool", default=False,
                 text="Merge the trained LoRA or DoRA adapter into the base model's weights, in fp32, as PEFT does; the "
                 "output has the base model's names.",
-                after="adapter_only",
-                section="LoRA",
+                after="adapter_only", section="LoRA",
                 help="Merge the trained LoRA adapter into the base model, as PEFT does.",
             ),
             Option(
-                "base",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="Source | None",
-                default=None,
+                "base", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="Source | None",
                 text="The base model, a path that ``src`` may have; default: the frozen weights in the checkpoint.",
-                after="merge_lora",
-                section="LoRA",
+                after="merge_lora", section="LoRA", metavar="SRC",
                 help="The base model for --merge-lora.  [default: the frozen weights in the checkpoint]",
-                metavar="SRC",
             ),
             Option(
-                "adapter",
-                ("consolidate",),
-                "ckpttool.extensions.merging.merge.Merge",
-                before="rename",
-                annotation="Sequence[str]",
-                default=(),
+                "adapter", ("consolidate",), "ckpttool.extensions.merging.merge.Merge",
+                before="rename", annotation="Sequence[str]", default=(),
                 text="Names of the adapters to merge, if there are several.",
-                after="base",
-                section="LoRA",
+                after="base", section="LoRA", metavar="NAME",
                 help="Adapter to merge, if there are several (repeatable).",
-                metavar="NAME",
             ),
         ),
     ),
     Extension("lightning", addresses=("ckpttool.integrations.lightning",)),
     Extension(
         "pages",
-        options=(
-            Option(
-                "html",
-                ("inspect", "verify", "diff", "ls"),
-                "ckpttool.extensions.pages.html.Html",
-                help="Write a self-contained HTML page (- for stdout); replaces an earlier page.",
-                metavar="FILE",
-            ),
-            Option(
-                "html",
-                ("prune",),
-                "ckpttool.extensions.pages.html.Html",
-                help="With --dry-run, write the decisions as an HTML page; replaces an earlier page.",
-                metavar="FILE",
-            ),
-            Option(
-                "html",
-                ("stats",),
-                "ckpttool.extensions.pages.html.Html",
-                help="Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
-                "replaces an earlier page.",
-                metavar="FILE",
-            ),
+        options=tuple(
+            Option("html", commands, "ckpttool.extensions.pages.html.Html", help=told, metavar="FILE")
+            for commands, told in (
+                (("inspect", "verify", "diff", "ls"),
+                 "Write a self-contained HTML page (- for stdout); replaces an earlier page."),
+                (("prune",), "With --dry-run, write the decisions as an HTML page; replaces an earlier page."),
+                (("stats",),
+                 "Write a self-contained HTML page (- for stdout), with the series over the steps of several SRC; "
+                 "replaces an earlier page."),
+            )
         ),
         notebook="ckpttool.extensions.pages.checkpoint.notebook_frame",
     ),
@@ -173,6 +146,23 @@ EXTENSIONS: tuple[Extension, ...] = (
             )
         ),
         hooks="ckpttool.extensions.proof.hooks",
+    ),
+    Extension(
+        "ray_cluster",
+        options=(
+            Option(
+                "ray", ("consolidate", "convert", "average"), "ckpttool.extensions.ray_cluster.cluster.OnCluster",
+                before="progress", annotation="bool | str | None",
+                text="Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.",
+                after="memory", section="Resources", help="Spread the work over a Ray cluster.",
+            ),
+            Option(
+                "ray_address", ("consolidate", "convert", "average"), after="ray", section="Resources",
+                metavar="ADDRESS", sets="ray",
+                help="Address of the Ray cluster, such as auto or head:6379.  [default: the one that Ray finds, or a "
+                "new one]",
+            ),
+        ),
     ),
     Extension("sampler", addresses=("ckpttool.data",)),
     Extension("stats", commands=(Command("stats", "Look", "diff", "ckpttool.extensions.stats.command"),)),

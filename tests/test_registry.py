@@ -115,6 +115,18 @@ def test_the_code_of_given_options_is_called_with_them() -> None:
         function(1, thrice=True)
 
 
+def test_an_option_of_a_command_sets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = FLAG._replace(name="place", annotation="str", before="", after="twice", sets="twice", metavar="PLACE")
+    twice = FLAG._replace(annotation="bool | str | None", default=None, after="first")
+    monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (Extension("a", options=(twice, place)),))
+    calls: list[dict[str, Any]] = []
+    command = Command("write", params=[click.Option(["--first"])], callback=lambda **given: calls.append(given))
+    for arguments in ([], ["--twice"], ["--twice", "--place", "x"], ["--place", "x"], ["--place", "", "--twice"]):
+        assert invoke(command, arguments) == 0
+    assert [given["twice"] for given in calls] == [None, True, "x", "x", True]
+    assert all(given.keys() == {"first", "twice"} for given in calls)
+
+
 @pytest.mark.usefixtures("rows")
 def test_a_function_gets_the_values_of_all_its_options() -> None:
     assert values_of("write", {"twice": True}) == {"names": (), "twice": True}
@@ -182,7 +194,8 @@ def test_an_output_of_an_extension_is_no_argument_of_the_function(monkeypatch: p
 @pytest.mark.parametrize("row", EXTENSIONS, ids=[row.name for row in EXTENSIONS])
 def test_rows_are_listed_where_they_say(row: Extension) -> None:
     for option in row.options:
-        assert option.code.startswith(f"ckpttool.extensions.{row.name}.")
+        own = [one.name for one in row.options if one.before]
+        assert option.sets in own if option.sets else option.code.startswith(f"ckpttool.extensions.{row.name}.")
         for name in option.functions:
             if name in COMMANDS and option.help:
                 command = cli.get_command(click.Context(cli), name)

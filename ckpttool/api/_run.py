@@ -132,6 +132,14 @@ class Addition:
             ArgumentError: There is one.
         """
 
+    def workers(self, destination: Destination) -> AbstractContextManager[Workers] | None:
+        """Return the processes that do the work of the run; None if this process does it.
+
+        Raises:
+            CkptError: There are none, or they cannot write to the destination.
+        """
+        return None
+
     def source(self, run: Run, source: RunSource) -> RunSource:
         """Return what to write instead of the opened source.
 
@@ -147,12 +155,13 @@ class Run:
     Args:
         destination: The output: a path or URL, or an open destination.
         options: The options that all commands share.
+        additions: What the options of extensions add.
 
     Raises:
-        CkptError: The destination cannot be written in the way that the options ask for, or Ray is not installed.
+        CkptError: The destination cannot be written in the way that the options ask for.
     """
 
-    def __init__(self, destination: str | Destination, options: Options) -> None:
+    def __init__(self, destination: str | Destination, options: Options, additions: Sequence[Addition] = ()) -> None:
         self._began = time.perf_counter()
         self.options = options
         if isinstance(destination, str):
@@ -163,7 +172,7 @@ class Run:
             problem = "compares the output only after an overwrite on a remote storage has replaced the old files"
             hint = "write to another directory with prove and remove the old one, or leave out prove"
             raise ArgumentError("prove", problem, hint, ("prove",))
-        self._workers = _workers_for(options.ray, destination)
+        self._workers = _workers_of(additions, destination)
 
     def open(self, sources: Sequence[Source]) -> list[Checkpoint]:
         """Open the sources, and check that the destination can be written and is not one of them.
@@ -272,18 +281,8 @@ def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoin
     return future.result
 
 
-def _workers_for(ray: bool | str | None, destination: Destination) -> AbstractContextManager[Workers] | None:
-    """The Ray cluster that runs the tasks; None if this process does the work.
-
-    Raises:
-        CkptError: Ray is not installed, its address is malformed, or several processes cannot write to the destination.
-    """
-    if ray is None or ray is False:
-        return None
-    from ckpttool.integrations.ray_cluster import RayCluster
-
-    destination.check_shareable()
-    return RayCluster("" if ray is True else ray)
+def _workers_of(additions: Sequence[Addition], destination: Destination) -> AbstractContextManager[Workers] | None:
+    return next((found for one in additions if (found := one.workers(destination)) is not None), None)
 
 
 def _with_origin(checkpoint: Checkpoint, src: Source) -> Checkpoint:

@@ -79,7 +79,6 @@ def consolidate(  # noqa: PLR0913  public API
     overwrite: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
-    ray: bool | str | None = None,
     progress: Progress | None = None,
     allow_partial: bool = False,
     trust_names: bool = False,
@@ -119,7 +118,6 @@ def consolidate(  # noqa: PLR0913  public API
             other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
@@ -135,7 +133,6 @@ def consolidate(  # noqa: PLR0913  public API
         tag=tag,
         jobs=jobs,
         memory=memory,
-        ray=ray,
         progress=progress,
         check=check,
         prove=prove,
@@ -174,7 +171,7 @@ def _consolidate(
     chosen.check()
     for addition in additions:
         addition.check(chosen)
-    run = Run(out, options)
+    run = Run(out, options, additions)
     chosen = replace(chosen, rename_map=read_rename_map(rename_map, options.opening.storage_options))
     chosen.check()  # again, with the table of new names
     (opened,) = run.open([src])

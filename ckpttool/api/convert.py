@@ -21,12 +21,17 @@ from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.model.items import STEP
 from ckpttool.plan.builder import sample_checks
+from ckpttool.registry import carry_out, with_options
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _ConvertOptions
+    from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.model import Checkpoint
@@ -135,6 +140,7 @@ class ConvertReport(Shown):
         yield from written.remarks(self.notes)
 
 
+@with_options
 def convert(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
@@ -158,12 +164,12 @@ def convert(  # noqa: PLR0913  public API
     resume: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
-    ray: bool | str | None = None,
     progress: Progress | None = None,
     allow_partial: bool = False,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    **given: Unpack[_ConvertOptions],
 ) -> ConvertReport:
     """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
@@ -204,7 +210,6 @@ def convert(  # noqa: PLR0913  public API
         resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
@@ -220,7 +225,6 @@ def convert(  # noqa: PLR0913  public API
         tag=tag,
         jobs=jobs,
         memory=memory,
-        ray=ray,
         progress=progress,
         check=check,
         prove=prove,
@@ -245,12 +249,12 @@ def convert(  # noqa: PLR0913  public API
         device,
         torch,
     )
-    return _convert(src, checked_path("out", out), target, options)
+    return _convert(src, checked_path("out", out), target, options, carry_out("convert", given))
 
 
-def _convert(src: Source, out: str, target: _Target, options: Options) -> ConvertReport:
+def _convert(src: Source, out: str, target: _Target, options: Options, additions: Sequence[Addition]) -> ConvertReport:
     target.check()
-    run = Run(out, options)
+    run = Run(out, options, additions)
     (checkpoint,) = run.open([src])
     if checkpoint.left_out and not options.allow_partial:
         hint = "to write the weights without the optimizer, pass allow_partial=True"

@@ -35,10 +35,6 @@ class Options:
     memory: int | str | None = None
     """Bytes, or a text like "256MB", that requests in flight may take where storages are remote; None: 256 MB. Between
     local files a few MB are used."""
-    ray: bool | str | None = None
-    """Spread the work over a Ray cluster: its address ("host:port", "auto"), or True for the one that Ray finds; where
-    there is none, Ray starts one on this machine. Local paths must be the same files on all nodes. ``jobs`` and
-    ``memory`` count for each task, and ``jobs`` is one by default between local files."""
     progress: Progress | None = None
     """Called with (bytes done, bytes in all)."""
     check: Check = "read"

@@ -84,7 +84,10 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Call the function of the command, whose report an option of an extension may write elsewhere."""
         for option in (one for one in self.added if not one.before):
-            if (value := ctx.params.pop(option.name)) is not None:
+            value = ctx.params.pop(option.name)
+            if value and option.sets:
+                ctx.params[option.sets] = value
+            elif value is not None and not option.sets:
                 ctx.meta[OUTPUT] = imported(option.code)(value)
                 ctx.invoke(ctx.meta[OUTPUT].check, ctx)
         return super().invoke(ctx)
@@ -130,8 +133,9 @@ class Command(click.Command):
 
 def _option_of(option: Option) -> click.Option:
     """Return the option of a command that a row declares."""
-    repeated = option.annotation.startswith("Sequence")
-    given: dict[str, Any] = {"multiple": True} if repeated else {"is_flag": True} if option.annotation == "bool" else {}
+    given: dict[str, Any] = {"multiple": True} if option.annotation.startswith("Sequence") else {}
+    if option.annotation.startswith("bool"):
+        given = {"is_flag": True, "default": option.default}
     flag = f"--{option.name.replace('_', '-')}"
     return click.Option([flag], help=option.help, metavar=option.metavar, **given)
 
@@ -146,7 +150,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "LoRA": ("adapter_only",),
     "Names": ("rename", "rename_map"),
     "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
-    "Resources": ("jobs", "memory", "ray", "ray_address", "storage_options"),
+    "Resources": ("jobs", "memory", "storage_options"),
     "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
     "Rare": ("part", "trust_names", "follow_links", "sign_key"),
 }  # fmt: skip
@@ -155,8 +159,6 @@ OPENING = ("tag", "trust_names", "storage_options", "follow_links")
 """Parameters of ``ckpttool.inspect``."""
 _PARTS = "ckpttool.parts"
 """Key of ``--part`` in a command's context."""
-_RAY_ADDRESS = "ckpttool.ray_address"
-"""Key of ``--ray-address``."""
 JSON = "ckpttool.json"
 """Key of ``--json``."""
 OUTPUT = "ckpttool.output"
@@ -301,23 +303,9 @@ def json_option(function: F) -> F:
     return json(wide(function))
 
 
-def _ray(context: click.Context, _: click.Parameter, value: bool) -> bool | str | None:
-    """Return the cluster; ``--ray-address`` implies ``--ray``."""
-    return context.meta[_RAY_ADDRESS] or value or None
-
-
 def run_options(function: F) -> F:
     """Add the options of commands that run a plan."""
-    ray = click.option("--ray", is_flag=True, callback=_ray, help="Spread the work over a Ray cluster.")
-    address = click.option(
-        "--ray-address",
-        metavar="ADDRESS",
-        is_eager=True,  # before --ray
-        expose_value=False,
-        callback=_note(_RAY_ADDRESS),
-        help="Address of the Ray cluster, such as auto or head:6379.  [default: the one that Ray finds, or a new one]",
-    )
-    return check_option(jobs_option(memory_option(ray(address(function)))))
+    return check_option(jobs_option(memory_option(function)))
 
 
 def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:

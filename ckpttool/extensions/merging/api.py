@@ -19,12 +19,17 @@ from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.selection import matcher
 from ckpttool.plan.builder import sample_checks
+from ckpttool.registry import carry_out, with_options
 from ckpttool.targets.sidecars import rank_state_sidecars, sidecars_for, with_sidecars
 from ckpttool.targets.weights import select_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from typing_extensions import Unpack
+
+    from ckpttool import _AverageOptions
+    from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
     from ckpttool.extensions.merging.averaging import Average
@@ -178,6 +183,7 @@ class _Planned:
     notes: tuple[str, ...]
 
 
+@with_options
 def average(  # noqa: PLR0913  public API
     src: Sequence[Source],
     out: str | os.PathLike[str],
@@ -200,12 +206,12 @@ def average(  # noqa: PLR0913  public API
     overwrite: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
-    ray: bool | str | None = None,
     progress: Progress | None = None,
     allow_partial: bool = False,
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
+    **given: Unpack[_AverageOptions],
 ) -> AverageReport:
     """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
 
@@ -239,7 +245,6 @@ def average(  # noqa: PLR0913  public API
             Not for "zero".
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        ray: Address of a Ray cluster that does the work, or True for the one that Ray finds or starts.
         progress: Called with (bytes done, bytes in all).
         allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
@@ -255,7 +260,6 @@ def average(  # noqa: PLR0913  public API
         tag=tag,
         jobs=jobs,
         memory=memory,
-        ray=ray,
         progress=progress,
         check=check,
         prove=prove,
@@ -280,16 +284,18 @@ def average(  # noqa: PLR0913  public API
         world_size,
         stage,
     )
-    return _average(src, checked_path("out", out), request, options)
+    return _average(src, checked_path("out", out), request, options, carry_out("average", given))
 
 
-def _average(src: Sequence[Source], out: str, request: _Request, options: Options) -> AverageReport:
+def _average(
+    src: Sequence[Source], out: str, request: _Request, options: Options, additions: Sequence[Addition]
+) -> AverageReport:
     if isinstance(src, str | os.PathLike):
         raise ArgumentError("src", "is a single checkpoint", "name the checkpoints to average")
     request.check(len(src))
     if request.to == "zero" and options.overwrite:
         raise ArgumentError("overwrite", "is for safetensors, not for zero", "choose another OUT")
-    run = Run(out, options)
+    run = Run(out, options, additions)
     sources = run.open(src)
     _check_different(sources)
     weighting = request.weighting(len(sources))

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import ckpttool
 from ckpttool.cli._options import JSON, RETENTION
 from ckpttool.cli._output import Output, is_given, print_line, write
 from ckpttool.cli.reading import VIEWS
 from ckpttool.errors import ArgumentError, CkptError, StorageError
 from ckpttool.execution.destination import check_file, write_file
+from ckpttool.extensions.pages.catalog import catalog_page
+from ckpttool.extensions.pages.checkpoint import checkpoint_page, damaged_page
+from ckpttool.extensions.pages.diff import diff_page
 from ckpttool.extensions.pages.page import BEGIN
+from ckpttool.extensions.pages.statistics import stats_page
 from ckpttool.formats import Opening, open_checkpoint, source_paths, source_storage
 from ckpttool.storage import local_path, open_storage, parent, walk, without_credentials
 
@@ -97,16 +102,8 @@ class Html(Output):
         print_line(f"{path}: wrote a page")
 
 
-def _of_inspect(report: Any, _: Mapping[str, Any]) -> bytes:
-    from ckpttool.extensions.pages.checkpoint import checkpoint_page
-
-    return checkpoint_page(report)
-
-
 def _of_verify(report: VerifyReport, given: Mapping[str, Any]) -> bytes:
     """Build the page of a checkpoint with its findings, also if it cannot be opened."""
-    from ckpttool.extensions.pages.checkpoint import checkpoint_page, damaged_page
-
     opening = Opening(given["storage_options"], given["follow_links"])
     src, tag = given["src"], given["tag"]
     try:
@@ -139,39 +136,18 @@ def _files_below(paths: Sequence[str], opening: Opening) -> list[tuple[str, int]
     return found
 
 
-def _of_diff(report: Any, _: Mapping[str, Any]) -> bytes:
-    from ckpttool.extensions.pages.diff import diff_page
-
-    return diff_page(report)
-
-
-def _of_ls(report: Any, _: Mapping[str, Any]) -> bytes:
-    from ckpttool.extensions.pages.catalog import catalog_page
-
-    return catalog_page(report)
-
-
 def _of_prune(report: Decisions, given: Mapping[str, Any]) -> bytes:
     """Build the page of the checkpoints under the root, with the decisions."""
-    import ckpttool
-    from ckpttool.extensions.pages.catalog import catalog_page
-
     found = ckpttool.ls(given["root"], **{name: given[name] for name in ("storage_options", "follow_links")})
     return catalog_page(found, report, {rule: given[rule] for rule in RETENTION if given[rule] is not None})
 
 
-def _of_stats(report: Any, _: Mapping[str, Any]) -> bytes:
-    from ckpttool.extensions.pages.statistics import stats_page
-
-    return stats_page(report)
-
-
 PAGES: dict[str, Callable[[Any, Mapping[str, Any]], bytes]] = {
-    "inspect": _of_inspect,
+    "inspect": lambda report, _: checkpoint_page(report),
     "verify": _of_verify,
-    "diff": _of_diff,
-    "ls": _of_ls,
+    "diff": lambda report, _: diff_page(report),
+    "ls": lambda report, _: catalog_page(report),
     "prune": _of_prune,
-    "stats": _of_stats,
+    "stats": lambda report, _: stats_page(report),
 }
 """The page of the report of each command, made with the arguments of the command."""

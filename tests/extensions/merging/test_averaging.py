@@ -320,7 +320,7 @@ def test_one_checkpoint_named_twice_is_refused(tmp_path: Path) -> None:
 
 def test_tasks_of_a_cluster_compute_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ["zero2-dp3-bf16", "zero3-dp4-bf16", "zero0-dp2-fp32"]
-    monkeypatch.setattr("ckpttool.api._run._workers_for", lambda *_: PickledTasks())
+    monkeypatch.setattr("ckpttool.api._run._workers_of", lambda *_: PickledTasks())
     monkeypatch.setattr("ckpttool.execution.distributed.TASK_BYTES", 1000)  # many parts of a tensor
     ckpttool.average([source(n) for n in names], tmp_path / "out", to="safetensors", check="full")
     _assert_same(tmp_path / "out", _expected(names, [1, 1, 1], torch.float32))

@@ -197,7 +197,7 @@ def test_parts_of_a_weight_are_merged_alike(
     out = s3.url("out")
     ckpttool.consolidate(s3.url("adapter"), out, to="safetensors", merge_lora=True, base=s3.url("base"), prove=True)
     with monkeypatch.context() as patched:
-        patched.setattr("ckpttool.api._run._workers_for", lambda *_: PickledTasks())
+        patched.setattr("ckpttool.api._run._workers_of", lambda *_: PickledTasks())
         patched.setattr("ckpttool.execution.distributed.TASK_BYTES", 1000)
         ckpttool.consolidate(
             tmp_path / "adapter", tmp_path / "out", to="safetensors", merge_lora=True, base=tmp_path / "base"

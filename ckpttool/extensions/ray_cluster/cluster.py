@@ -20,6 +20,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ckpttool._version import __version__
+from ckpttool.api._run import Addition
 from ckpttool.errors import ArgumentError, CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
 from ckpttool.messages import brief
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from types import TracebackType
 
+    from ckpttool.execution.destination import Destination
     from ckpttool.execution.distributed import Task, TaskContext, TaskResult
 
 RETRIES = 5
@@ -42,6 +44,28 @@ CANCEL_SECONDS = 10.0
 """Seconds to wait for cancelled processes to end."""
 _ADDRESS = re.compile(r"|auto|local|[^\s/]+:\d+|[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _HOST_AND_PORT = re.compile(r"(?:ray://)?\[?([^\s/\]]+)\]?:(\d+)/?")
+
+
+class OnCluster(Addition):
+    """The work of a run on a Ray cluster.
+
+    Args:
+        ray: Address of the cluster; True for the one that Ray finds or starts, False for none.
+    """
+
+    def __init__(self, ray: bool | str) -> None:
+        self._ray = ray
+
+    def workers(self, destination: Destination) -> RayCluster | None:
+        """Return the cluster.
+
+        Raises:
+            CkptError: Ray is not installed, its address is malformed, or several processes cannot write the output.
+        """
+        if self._ray is False:
+            return None
+        destination.check_shareable()
+        return RayCluster("" if self._ray is True else self._ray)
 
 
 class RayCluster:
@@ -291,7 +315,7 @@ def _task_function() -> Callable[..., Any]:
         node = socket.gethostname()
         try:
             from ckpttool._version import __version__
-            from ckpttool.integrations.ray_cluster import run_in_worker
+            from ckpttool.extensions.ray_cluster.cluster import run_in_worker
         except ImportError as error:
             return f"cannot import ckpttool on node {node} ({error})"
         if __version__ != version:

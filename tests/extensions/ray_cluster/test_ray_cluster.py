@@ -23,7 +23,7 @@ import pytest
 import ckpttool
 from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
-from ckpttool.integrations import ray_cluster as ray_tasks
+from ckpttool.extensions.ray_cluster import cluster as ray_tasks
 from ckpttool.storage.staging import SHARED
 from tests import damage
 from tests.cli.command import ckpttool as command
