@@ -2,7 +2,7 @@
 
     python -m tests.golden.interface     # writes interface.json anew, after a change of the interface that is meant
 
-The names and the JSON of an extension are in ``interface.json`` in the directory of its tests.
+The names, the options and the JSON of an extension are in ``interface.json`` in the directory of its tests.
 
 ``test_interface_file.py`` compares. Nothing here needs torch, DeepSpeed or Ray.
 """
@@ -26,7 +26,7 @@ from typing import Any
 import ckpttool
 from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._errors import invoke
-from ckpttool.registry import EXTENSIONS
+from ckpttool.registry import EXTENSIONS, options_of
 from tests.cli.command import EXTENSIONS_READING
 from tests.truth import source
 
@@ -42,6 +42,11 @@ def describe() -> dict[Path, dict[str, Any]]:
     for name in names:
         described = _describe_name(getattr(ckpttool, name))
         _golden(found, modules[name])["names"][name] = described
+    for row in EXTENSIONS:
+        for option in (one for one in row.options if one.before):
+            told = f"{option.annotation} = {option.default!r}, before {option.before}"
+            own = _golden(found, option.code).setdefault("options", {})
+            own |= {f"{function} {option.name}": told for function in option.functions}
     for key, schema in _outputs().items():
         _golden(found, COMMANDS[key.partition(" ")[0]])["json"][key] = schema
     return found
@@ -92,8 +97,10 @@ def _is_foreign(member: Any) -> bool:
 
 
 def _signature(function: Any) -> str:
-    """Parameters with annotations as they are written, which is the same for every release of Python."""
-    written = str(inspect.signature(function)).replace("'", "").replace('"', "")
+    """Parameters of the core with annotations as they are written, which is the same for every release of Python."""
+    signature, added = inspect.signature(function), {option.name for option in options_of(function.__qualname__)}
+    own = [parameter for parameter in signature.parameters.values() if parameter.name not in added]
+    written = str(signature.replace(parameters=own)).replace("'", "").replace('"', "")
     return re.sub(r"<function (\w+) at 0x\w+>", r"\1", written)
 
 
