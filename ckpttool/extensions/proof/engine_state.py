@@ -22,7 +22,6 @@ from ckpttool.errors import PlanError
 from ckpttool.extensions.proof.live_state import (
     LiveState,
     SavedDigests,
-    is_whole,
     number_of,
     options_of,
     scheduler_values,
@@ -152,7 +151,7 @@ def saved_digests(captured: CapturedEngine, save: Save, rank_state: Any, rank: i
     pieces: list[Piece] = []
     held: dict[int, Piece] = {}
     for piece in state.pieces:
-        whole = is_whole(piece)
+        whole = piece.tensor.numel() == math.prod(piece.shape)
         if piece.name in left_out or piece.key == GATHERED or not (piece.tensor.numel() or whole):
             continue
         if (copy := _in_file(piece, memory)) is not None:

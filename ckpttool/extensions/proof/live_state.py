@@ -6,7 +6,6 @@ The parts of all ranks are then merged (``rank_digest``): replicas must be equal
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckpttool.integrations.torch.live import Piece
-
-
-def is_whole(piece: Piece) -> bool:
-    """Return whether a part is the whole tensor."""
-    return bool(piece.tensor.numel() == math.prod(piece.shape))
 
 
 def place_of(piece: Piece) -> int:
@@ -139,11 +133,6 @@ def scheduler_values(scheduler: Any) -> dict[str, str]:
     several = scheduler if isinstance(scheduler, Mapping) else {"": scheduler}
     states = {name: one.state_dict() if hasattr(one, "state_dict") else {} for name, one in several.items()}
     return leaves("scheduler", states[""] if [*states] == [""] else states, tensor_text)
-
-
-def extra_values(states: Mapping[str, Any]) -> dict[str, str]:
-    """Return the items of the states of other objects as text, by "extra.name.key"."""
-    return {key: text for name, state in states.items() for key, text in values_of(f"extra.{name}", state).items()}
 
 
 def values_of(kind: str, state: Any) -> dict[str, str]:

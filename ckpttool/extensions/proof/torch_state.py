@@ -10,11 +10,11 @@ import torch
 from ckpttool.extensions.proof.live_state import (
     LiveState,
     SavedDigests,
-    extra_values,
     number_of,
     options_of,
     scheduler_values,
     type_of,
+    values_of,
 )
 from ckpttool.integrations.torch.chunks import bytes_of
 from ckpttool.integrations.torch.live import named_tensors, pieces_of, wrapped_class
@@ -50,13 +50,14 @@ def state_of(run: LiveRun, pieces: Sequence[Piece], extra: Mapping[str, Any]) ->
         pieces: The parts of its tensors.
         extra: The states of its other objects, by name.
     """
+    others = {key: text for name, one in extra.items() for key, text in values_of(f"extra.{name}", one).items()}
     found = _optimizer_facts(run) if run.optimizers else {}
     of_groups = found.get("group_of", {})
     parameters = run.named.parameters
     return LiveState(
         pieces=pieces,
         ungrouped=[name for name, p in parameters.items() if p.requires_grad and name not in of_groups],
-        values={**scheduler_values(run.schedulers), **extra_values(extra)},
+        values=scheduler_values(run.schedulers) | others,
         aliases=run.named.aliases,
         others=run.named.others,
         frozen=[name for name, p in parameters.items() if not p.requires_grad],
