@@ -6,7 +6,6 @@ They are looked up where no row of ckpttool answers: a command, a format or a ta
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ckpttool.registry import Format, Target
 
 T = TypeVar("T")
-LOG = logging.getLogger(__name__)
 GROUP = "ckpttool.extensions"
 """Group of entry points: the value is an ``Extension``."""
 SLOW_SECONDS = 1.0
@@ -64,7 +62,11 @@ def _load(entry: EntryPoint) -> Other | None:
 
 
 def _warn(entry: EntryPoint, package: str, problem: str) -> None:
-    LOG.warning("the extension %s of %s %s; update or uninstall that package", entry.name, package, problem)
+    import logging  # most runs look up no other package
+
+    logging.getLogger(__name__).warning(
+        "the extension %s of %s %s; update or uninstall that package", entry.name, package, problem
+    )
 
 
 def call(code: str, path: str, *arguments: Any) -> Any:

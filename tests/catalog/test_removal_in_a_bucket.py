@@ -13,6 +13,7 @@ from ckpttool.storage.s3 import SingleAttemptFileSystem
 from tests.cli.command import ckpttool
 from tests.faults.s3_faults import ACCESS_DENIED
 from tests.faults.s3_proxy import Proxy
+from tests.rooms import present
 from tests.truth import source
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def test_a_removal_that_may_delete_some_names_what_is_left(bucket: Bucket, proxy
     assert not bucket.keys("run/global_step1/")
 
 
+@pytest.mark.skipif(not present("thinning"), reason="the extension that thins checkpoints was removed")
 def test_old_files_that_stay_after_a_thinning_fail_every_prune(bucket: Bucket, proxy: Proxy) -> None:
     proxy.add(ACCESS_DENIED, when=_all, times=None)
     rules = ("--keep-last", 2, "--thin", "bf16", "--grace", 0)

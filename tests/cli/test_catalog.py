@@ -14,7 +14,7 @@ from ckpttool.catalog import copy_plan
 from ckpttool.catalog.listing import CatalogEntry
 from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import mark_damaged
-from ckpttool.errors import PlanError
+from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.storage import LOCAL, MARK, aside_name, open_storage
 from tests.cli.command import ckpttool, remains
 from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
@@ -273,7 +273,7 @@ def test_the_best_is_of_those_that_have_the_number() -> None:
     assert _kept(entries, best="loss") == [4, 6]
     with refused(PlanError):
         _kept(entries, best="accuracy")
-    with refused(ValueError):
+    with pytest.raises(ArgumentError, match="is missing, and so is any other rule"):
         Rules()
 
 
