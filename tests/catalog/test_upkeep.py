@@ -464,7 +464,7 @@ def _states(root: Path) -> dict[str, str]:
         ({"keep_for": "36h"}, {"step4"}),
         *([({"keep_best": "loss", "thin": "bf16"}, {"step2", "step4"})] if present("thinning") else []),
     ],
-    ids=str,
+    ids=["best", "young", *["best, thin"] * present("thinning")],
 )
 def test_a_kill_at_any_operation_of_a_prune_loses_nothing(
     rules: dict[str, Any], kept: set[str], tmp_path: Path, crash_points: Callable[[int], None]
