@@ -24,49 +24,93 @@ T = TypeVar("T")
 GROUP = "ckpttool.extensions"
 """Group of entry points: the value is an ``Extension``."""
 SLOW_SECONDS = 1.0
-"""Time to load a row above which the log names the package."""
+"""Time to load a row above which a problem names the package."""
 
 
 class Other(NamedTuple):
     """The extension of another package."""
 
-    row: Extension
-    """Its commands, formats and targets are used."""
+    row: Extension | None
+    """Its commands, formats and targets are used; None if it cannot be loaded."""
     package: str
     """Name of the package."""
+    problem: str = ""
+    """Why it cannot be loaded, or that it is slow, as text for the user."""
+
+    def has(self, code: str) -> bool:
+        """Return whether a function of the row has an address."""
+        if self.row is None:
+            return False
+        commands = (f"{command.module}.{command.name}" for command in self.row.commands)
+        readers = (known.reader for known in self.row.formats)
+        return code in {*commands, *readers, *(a for t in self.row.targets for a in (t.planner, t.checker))}
 
 
 @cache
 def others() -> tuple[Other, ...]:
-    """Return the extensions of other packages; the log names those that cannot be loaded, and slow ones."""
+    """Return the extensions of other packages."""
     from importlib.metadata import entry_points  # few runs need it
 
     found = {(entry.name, entry.value): entry for entry in entry_points(group=GROUP)}  # one may be installed twice
-    return tuple(other for entry in found.values() if (other := _load(entry)) is not None)
+    return tuple(map(_load, found.values()))
 
 
-def _load(entry: EntryPoint) -> Other | None:
+def problems() -> list[str]:
+    """Return the problems of the extensions, if they were looked up."""
+    return [other.problem for other in others() if other.problem] if others.cache_info().currsize else []
+
+
+def _load(entry: EntryPoint) -> Other:
     package = entry.dist.name if entry.dist is not None else "an unknown package"
+    name, advice = f"the extension {entry.name} of {package}", "update or uninstall that package"
     began = time.perf_counter()
     try:
         row = entry.load()
     except (Exception, SystemExit) as error:
-        _warn(entry, package, f"cannot be loaded: {type(error).__name__}: {printable(str(error), 300)}")
-        return None
+        why = f"{type(error).__name__}: {printable(str(error), 300)}"
+        return Other(None, package, f"{name} cannot be loaded: {why}; {advice}")
     if not isinstance(row, Extension):
-        _warn(entry, package, f"is {type(row).__name__}, not an Extension of ckpttool.registry")
+        return Other(None, package, f"{name} is {type(row).__name__}, not an Extension of ckpttool.registry; {advice}")
+    seconds = time.perf_counter() - began
+    return Other(row, package, f"{name} took {seconds:.1f} s to load; {advice}" if seconds > SLOW_SECONDS else "")
+
+
+def _rows() -> list[tuple[Extension, str]]:
+    return [(other.row, other.package) for other in others() if other.row is not None]
+
+
+def find_command(name: str, kind: type[T]) -> tuple[T, str] | None:
+    """Return the command of another package and its address; None if no installed package has it.
+
+    Args:
+        name: The command.
+        kind: Class of commands.
+
+    Raises:
+        CkptError: Several packages have it, or its code fails or is not a command.
+    """
+    found = {package: command for row, package in _rows() for command in row.commands if command.name == name}
+    if not found:
         return None
-    if (seconds := time.perf_counter() - began) > SLOW_SECONDS:
-        _warn(entry, package, f"took {seconds:.1f} s to load")
-    return Other(row, package)
+    if len(found) > 1:
+        raise CkptError(name, f"is a command of {' and of '.join(sorted(found))}", "uninstall all but one of them")
+    (command,) = found.values()
+    code = f"{command.module}.{name}"
+    with naming(code, name):
+        made = imported(code)
+        if not isinstance(made, kind):
+            raise TypeError(f"it is {type(made).__name__}, not a {kind.__name__}")
+    return made, code
 
 
-def _warn(entry: EntryPoint, package: str, problem: str) -> None:
-    import logging  # most runs look up no other package
+def formats() -> list[Format]:
+    """Return the formats that other packages read."""
+    return [known for row, _ in _rows() for known in row.formats]
 
-    logging.getLogger(__name__).warning(
-        "the extension %s of %s %s; update or uninstall that package", entry.name, package, problem
-    )
+
+def find_target(name: str) -> Target | None:
+    """Return the target of another package; None if no installed package has it."""
+    return next((target for row, _ in _rows() for target in row.targets if target.name == name), None)
 
 
 def call(code: str, path: str, *arguments: Any) -> Any:
@@ -74,7 +118,7 @@ def call(code: str, path: str, *arguments: Any) -> Any:
 
     Args:
         code: Address of the function.
-        path: The checkpoint.
+        path: The checkpoint, or the argument.
         arguments: Its arguments.
 
     Raises:
@@ -86,59 +130,24 @@ def call(code: str, path: str, *arguments: Any) -> Any:
         return imported(code)(*arguments)
 
 
-def find_command(name: str, kind: type[T]) -> T | None:
-    """Return the command of another package; None if no installed package has it.
-
-    Args:
-        name: The command.
-        kind: Class of commands.
-
-    Raises:
-        CkptError: Several packages have it, or its code fails or is not a command.
-    """
-    found = {other.package: command for other in others() for command in other.row.commands if command.name == name}
-    if not found:
-        return None
-    if len(found) > 1:
-        raise CkptError(name, f"is a command of {' and of '.join(sorted(found))}", "uninstall all but one of them")
-    (command,) = found.values()
-    code = f"{command.module}.{name}"
-    with naming(code, name):
-        made = imported(code)
-        if not isinstance(made, kind):
-            raise TypeError(f"it is {type(made).__name__}, not a {kind.__name__}")
-    return made
-
-
-def formats() -> list[Format]:
-    """Return the formats that other packages read."""
-    return [known for other in others() for known in other.row.formats]
-
-
-def find_target(name: str) -> Target | None:
-    """Return the target of another package; None if no installed package has it."""
-    return next((target for other in others() for target in other.row.targets if target.name == name), None)
-
-
 @contextlib.contextmanager
-def naming(code: str, path: str) -> Iterator[None]:
+def naming(code: str, path: str, *passing: type[BaseException]) -> Iterator[None]:
     """Context manager: an error in the code of another package, other than of ckpttool, names the package.
 
     Args:
         code: Address of the code.
-        path: The command, or the checkpoint.
+        path: The command, the checkpoint or the argument.
+        passing: Further classes of errors that are raised as they are.
 
     Raises:
-        CkptError: For any such error.
+        CkptError: For any other error.
     """
+    raised_as_they_are: tuple[type[BaseException], ...] = (CkptError, *passing)
     try:
         yield
-    except CkptError:
+    except raised_as_they_are:
         raise
     except (Exception, SystemExit) as error:
-        from importlib.metadata import packages_distributions
-
-        module = code.partition(".")[0]
-        package = " or ".join(packages_distributions().get(module, [module]))
+        package = next((other.package for other in others() if other.has(code)), code.partition(".")[0])
         problem = f"fails in the extension {package}: {type(error).__name__}: {printable(str(error), 300)}"
         raise CkptError(path, problem, "update or uninstall that package") from error

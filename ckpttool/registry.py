@@ -365,7 +365,7 @@ def with_options(function: F) -> F:
             wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
             text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
     called.__signature__ = signature.replace(parameters=parameters)
-    called.__annotations__ |= {one.name: one.annotation for one in parameters}
+    called.__annotations__ |= {one.name: one.annotation for one in parameters if one.annotation is not one.empty}
     called.__annotations__.pop("given", None)
     function.__doc__ = text
     return function
@@ -393,7 +393,8 @@ def carry_out(function: str, given: Mapping[str, Any]) -> list[Any]:
     values = values_of(function, given)
     calls: dict[str, dict[str, Any]] = {}
     for option in parameters_of(function):
-        if option.code and values[option.name] != option.default:
+        value = values[option.name]
+        if option.code and (type(value) is not type(option.default) or value != option.default):
             calls.setdefault(option.code, {})[option.name] = values[option.name]
     return [imported(code)(**values) for code, values in calls.items()]
 

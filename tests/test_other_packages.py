@@ -30,7 +30,6 @@ def _install(directory: Path, package: str, entries: str, **modules: str) -> Non
     metadata = directory / f"{package.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (metadata / "top_level.txt").write_text("\n".join(modules))
     (metadata / "entry_points.txt").write_text(f"[ckpttool.extensions]\n{entries}\n")
     for name, code in modules.items():
         (directory / f"{name}.py").write_text(code)
@@ -63,7 +62,7 @@ def test_an_installed_package_adds_a_command_and_a_format(tmp_path: Path) -> Non
     }
     np.savez(tmp_path / "model.npz", **arrays)
     made = ckpttool_process(
-        "consolidate", tmp_path / "model.npz", tmp_path / "out", "--to", "safetensors", "--prove", env=there
+        "consolidate", "model.npz", "out", "--to", "safetensors", "--prove", env=there, cwd=tmp_path
     )
     assert (made.code, made.stderr) == (0, "")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -86,30 +85,30 @@ def test_an_installed_package_adds_a_command_and_a_format(tmp_path: Path) -> Non
     ],
 )
 def test_a_broken_package_is_named_and_stops_nothing(
-    code: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    code: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(tmp_path, "ckpttool-odd", "odd = odd_module:row", **({} if code is None else {"odd_module": code}))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "odd_module", raising=False)
     failed = ckpttool("shape")
     assert (failed.code, "no command 'shape'" in failed.stderr) == (2, True)
-    (line,) = [one for one in caplog.messages if "ckpttool-odd" in one]
-    assert line.startswith(f"the extension odd of ckpttool-odd {problem}")
+    line = failed.stderr.splitlines()[-1]
+    assert line.startswith(f"note: the extension odd of ckpttool-odd {problem}")
     assert line.endswith("; update or uninstall that package")
+    assert "note: the extension odd" in ckpttool("convert", SRC, tmp_path / "out", "--to", "mine").stderr
     assert ckpttool("inspect", SRC).code == 0
     assert ckpttool("--help").code == 0
-    assert ckpttool("inspect", tmp_path).error.startswith(f"Error: {tmp_path}: contains no checkpoint")
+    told = ckpttool("consolidate", tmp_path, tmp_path / "out", "--to", "safetensors").stderr
+    assert told.startswith(f"Error: {tmp_path}: contains no checkpoint")
+    assert "note: the extension odd" in told
 
 
-def test_a_slow_package_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = "from ckpttool.registry import Extension\n\nrow = Extension('slow')\n"
     _install(tmp_path, "ckpttool-slow", "slow = slow_module:row", slow_module=row)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("ckpttool.other_packages.SLOW_SECONDS", -1.0)
-    assert ckpttool("shape").code == 2
-    assert any("the extension slow of ckpttool-slow took 0." in one for one in caplog.messages)
+    assert "note: the extension slow of ckpttool-slow took 0." in ckpttool("shape").stderr
 
 
 ROW = """
@@ -117,9 +116,12 @@ from ckpttool.registry import Command, Extension, Format, Target
 
 row = Extension(
     {name!r},
-    commands=(Command("twice", "Look", "inspect", "{name}_code"),),
+    commands=(Command("twice", "Look", "", "{name}_code"), Command("fails", "Look", "", "{name}_code")),
     formats=(Format("{name}_code.read", {{{name!r}: "text"}}),),
-    targets=(Target({name!r}, "{name}_code.plan", "a loader"),),
+    targets=(
+        Target({name!r}, "{name}_code.plan", "a loader"),
+        Target("checked", "{name}_code.plan", "a loader", checker="{name}_code.read"),
+    ),
 )
 """
 
@@ -127,9 +129,8 @@ row = Extension(
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a package with a command, a format and a target that fail."""
-    code = (
-        "def read(*given):\n    raise KeyError('mine')\n\n\ndef plan(*given):\n    return read()\n\n\ntwice = 'text'\n"
-    )
+    code = "import click\n\n\ndef read(*given):\n    raise KeyError('mine')\n\n\ndef plan(*given):\n    return read()\n"
+    code += "\n\ntwice = 'text'\n\n\n@click.command()\ndef fails():\n    read()\n"
     _install(tmp_path, "ckpttool-first", "first = first_row:row", first_row=ROW.format(name="first"), first_code=code)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -139,6 +140,11 @@ def test_an_error_in_the_code_of_a_package_names_it(first: Path) -> None:
     problem = "fails in the extension ckpttool-first: "
     assert ckpttool("twice").error == (
         f"Error: twice: {problem}TypeError: it is str, not a Command; update or uninstall that package"
+    )
+    assert ckpttool("fails").error == f"Error: fails: {problem}KeyError: 'mine'; update or uninstall that package"
+    assert ckpttool("fails", "--what").code == 2
+    assert ckpttool("convert", SRC, first / "out", "--to", "checked").error == (
+        f"Error: checked: {problem}KeyError: 'mine'; update or uninstall that package"
     )
     (first / "file.odd").write_text("x")
     told = ckpttool("inspect", first / "file.odd")

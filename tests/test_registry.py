@@ -86,7 +86,7 @@ def test_a_function_has_the_options_of_its_rows() -> None:
     assert str(inspect.signature(function)) == (
         "(first: 'int' = 0, *, names: 'Sequence[str]' = (), twice: 'bool' = False, last: 'int' = 1) -> 'list[Any]'"
     )
-    assert list(function.__annotations__) == ["first", "last", "return", "self", "names", "twice"]
+    assert list(function.__annotations__) == ["first", "last", "return", "names", "twice"]
     assert inspect.cleandoc(function.__doc__).splitlines()[3:] == [
         "    first: The first.",
         "    names: Names of those to write, and a text that is longer than a line and a text that is longer than a",

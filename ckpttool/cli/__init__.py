@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -78,9 +79,24 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             from ckpttool.other_packages import find_command
 
-            return find_command(cmd_name, click.Command)
+            found = find_command(cmd_name, click.Command)
+            return None if found is None else _naming_its_package(*found)
         command: click.Command = getattr(importlib.import_module(COMMANDS[cmd_name]), cmd_name)
         return command
+
+
+def _naming_its_package(command: click.Command, code: str) -> click.Command:
+    """Return the command of another package, whose errors name the package."""
+    from ckpttool.other_packages import naming
+
+    invoke = command.invoke
+
+    def named(ctx: click.Context) -> Any:
+        with naming(code, command.name or "", click.ClickException, click.exceptions.Exit, click.Abort, SystemExit):
+            return invoke(ctx)
+
+    command.invoke = named  # type: ignore[method-assign]
+    return command
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

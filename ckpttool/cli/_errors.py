@@ -76,7 +76,15 @@ def _leave(code: int) -> NoReturn:
 
 
 def invoke(command: click.Command, arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code; after a failure, name packages whose extensions have problems."""
+    code = _code_of(command, arguments)
+    if code and (others := sys.modules.get("ckpttool.other_packages")) is not None:
+        for problem in others.problems():
+            click.echo(f"note: {problem}", err=True)
+    return code
+
+
+def _code_of(command: click.Command, arguments: Sequence[str]) -> int:
     try:
         code = _run(command, arguments)
     except click.ClickException as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckpttool.arguments import check_choice
 from ckpttool.errors import ArgumentError
 from ckpttool.other_packages import call, find_target
-from ckpttool.registry import EXTENSIONS, Target, imported
+from ckpttool.registry import EXTENSIONS, Target
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def check(to: str, given: Mapping[str, Any]) -> None:
     if given["layout"] is not None:
         check_choice("layout", given["layout"], target.layouts)
     if target.checker:
-        imported(target.checker)(given)
+        call(target.checker, to, given)
 
 
 def plan(to: str, checkpoint: Checkpoint, given: Mapping[str, Any], tag: str) -> Planned:

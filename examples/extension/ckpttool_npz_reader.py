@@ -17,6 +17,7 @@ from ckpttool.errors import LayoutError
 from ckpttool.formats.weights import checkpoint_of_weights
 from ckpttool.model import CheckpointFile, State
 from ckpttool.model.places import Contiguous
+from ckpttool.storage import parent
 
 if TYPE_CHECKING:
     from typing import Any
@@ -41,7 +42,7 @@ def read_npz(storage: Storage, location: Location, _report: Any) -> Checkpoint |
         states = {record.name.removesuffix(".npy"): _state(reader, record) for record in records}
         name, nbytes = posixpath.basename(path), reader.nbytes
         file = CheckpointFile(name, nbytes, "weights", None, reader.version, container="npz", records=records)
-    directory = posixpath.dirname(path)
+    directory = parent(path)
     where = location._replace(root=directory, directory=directory)
     return checkpoint_of_weights(storage, where, "npz", (file,), states, {})
 
