@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sphinx.project import Project
 from sphinx.util import inspect
 from sphinx.util.inspect import stringify_signature
 
@@ -14,7 +15,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from ckpttool import __version__  # noqa: E402
-from docs.generators import drawings, error_pages, growth, json_fields, summaries, support_matrix  # noqa: E402
+from docs.generators import (  # noqa: E402
+    drawings,
+    error_pages,
+    extension_pages,
+    growth,
+    json_fields,
+    summaries,
+    support_matrix,
+)
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -65,6 +74,7 @@ def _generate(app: Sphinx) -> None:
     """Write the pages and drawings that come from the source and from the fixtures."""
     out = HERE / "_generated"
     out.mkdir(exist_ok=True)
+    extension_pages.write(out / "extensions")
     error_pages.write(out / "errors")
     summaries.write(out)
     json_fields.write(out / "json.md")
@@ -72,6 +82,17 @@ def _generate(app: Sphinx) -> None:
     growth.write(out)
     if not ((out / "matrix.md").exists() and os.environ.get("DOCS_KEEP_MATRIX")):  # it takes most of the time
         support_matrix.write(out)
+
+
+def _page(project: Project, path: Any, path2doc: Any = Project.path2doc) -> str | None:
+    """The name of a page: of an extension as if it were beside the pages of the core."""
+    name = path2doc(project, path)
+    return name and extension_pages.COPIES.sub("", name)
+
+
+def _complete(app: Sphinx, name: str, source: list[str]) -> None:
+    """Put the parts and entries of extensions into a page, before it is read."""
+    source[0] = extension_pages.completed(name, source[0])
 
 
 def _signature(app: Sphinx, what: str, name: str, thing: Any, *others: Any) -> tuple[str, str] | None:
@@ -84,5 +105,8 @@ def _signature(app: Sphinx, what: str, name: str, thing: Any, *others: Any) -> t
 
 def setup(app: Sphinx) -> None:
     """Register what runs before the pages are read, and while they are."""
+    Project.path2doc = _page
+    app.add_config_value("pages_of_extensions", [name for name, _ in extension_pages.files()], "env")
     app.connect("builder-inited", _generate)
+    app.connect("source-read", _complete)
     app.connect("autodoc-process-signature", _signature)

@@ -16,13 +16,18 @@ import pytest
 import ckpttool
 from ckpttool.cli import COMMANDS
 from ckpttool.registry import EXTENSIONS, Command, Extension, with_extensions
+from docs.generators import extension_pages
+from tests.docs.blocks import PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [extension.name for extension in EXTENSIONS]
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "_build", "_generated", ".data", "build", "dist"
 )
-CORE = [f"tests/{name}.py" for name in ("test_imports", "test_of_module", "cli/test_suggestions", "cli/test_messages")]
+CORE = [
+    f"tests/{name}.py"
+    for name in ("test_imports", "test_of_module", "cli/test_suggestions", "cli/test_messages", "docs/test_links")
+]
 """Tests of the core that use many of its modules; they take seconds."""
 OF_EXTENSIONS = """
 import ckpttool
@@ -89,6 +94,10 @@ def test_the_core_is_whole_without_extensions(tmp_path: Path) -> None:
     assert sorted(path.parent.name for path in (ROOT / "ckpttool" / "extensions").glob("*/__init__.py")) == sorted(
         NAMES
     )
+    pages = dict(extension_pages.files())
+    for page in (page for page in PAGES if page.is_relative_to(ROOT / "docs")):
+        name, text = page.relative_to(ROOT / "docs").as_posix(), page.read_text(encoding="utf-8")
+        assert {extension_pages.target(name, link) for link in extension_pages.LINK.findall(text)} <= pages.keys(), page
     _check_core(NAMES, tmp_path / "copy")
     _run(tmp_path / "copy", "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORE)
 
@@ -96,7 +105,7 @@ def test_the_core_is_whole_without_extensions(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("removed", [NAMES, *([name] for name in NAMES)], ids=",".join)
 def test_the_quick_tests_of_the_core_pass(removed: list[str]) -> None:
-    """Pages of the documentation describe all extensions: their tests are left out."""
+    """Some pages of the core name or show extensions: the tests of pages are left out, but for their links."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)  # tests of the rights of other users enter it
         copy = Path(directory, "copy")

@@ -13,24 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-CLASSES = {
-    "average": "AverageReport",
-    "consolidate": "ConsolidateReport",
-    "convert": "ConvertReport",
-    "cp": "CpReport",
-    "diff": "DiffReport",
-    "digest": "Digest",
-    "extract": "ExtractReport",
-    "inspect": "Checkpoint",
-    "inspect --param": "State",
-    "ls": "Catalog",
-    "pin": "Pin",
-    "prune": "Decision",
-    "stats": "TensorStats",
-    "unpin": "Pin",
-    "verify": "VerifyReport",
-}
-"""Class of the fields of each command's object."""
+CLASSES = {"extract": "ExtractReport", "inspect --param": "State", "prune": "Decision"}
+"""Class of the fields of a command's object, if the function of its name does not return it."""
 OF_ITEMS = {"checkpoints": "Checkpoint", "extents": "", "tensors": "TensorStats", "decisions": "Decision"}
 """Classes of the items under the keys that only the output has."""
 
@@ -45,12 +29,15 @@ class Field(NamedTuple):
 def write(path: Path) -> None:
     """Write a table for each command."""
     golden = [ROOT / "tests/golden/interface.json", *(ROOT / "tests/extensions").glob("*/interface.json")]
-    recorded = {k: v for path in golden for k, v in json.loads(path.read_text(encoding="utf-8"))["json"].items()}
+    described = [json.loads(path.read_text(encoding="utf-8")) for path in golden]
+    recorded = {command: fields for one in described for command, fields in one["json"].items()}
+    names = {name: signature for one in described for name, signature in one["names"].items()}
     classes = _classes()
     lines: list[str] = []
     for command, fields in sorted(recorded.items()):
         lines += [f"## {command}", "", "| field | type | meaning |", "| --- | --- | --- |"]
-        rows = _rows(fields, CLASSES[command], classes)
+        owner = CLASSES.get(command) or names[command].rpartition(" -> ")[2].partition(" ")[0]
+        rows = _rows(fields, owner, classes)
         lines += [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in rows if name != "version"]
         lines.append("")
     path.write_text("\n".join(lines), encoding="utf-8")

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ckpttool.cli import SECTIONS, cli
+from docs.generators import extension_pages
 
 API = Path(__file__).resolve().parents[1] / "api"
 
@@ -15,7 +16,8 @@ API = Path(__file__).resolve().parents[1] / "api"
 def write(out: Path) -> None:
     """Write a fragment for each page of the API that describes names, and one for the commands."""
     for page in sorted(API.glob("*.md")):
-        names = re.findall(r"(?m)^\.\. auto(?:function|class|exception):: (\S+)$", page.read_text(encoding="utf-8"))
+        text = extension_pages.completed(f"api/{page.stem}", page.read_text(encoding="utf-8"))
+        names = re.findall(r"(?m)^\.\. auto(?:function|class|exception):: (\S+)$", text)
         if names:
             lines = [
                 "```{eval-rst}",

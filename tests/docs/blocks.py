@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
     + [p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "_generated"} & {*p.parts}]
+    + [*(ROOT / "ckpttool" / "extensions").glob("*/docs/**/*.md")]
 )
 RUN = ("console", "python")
 BUCKET = "s3://models"

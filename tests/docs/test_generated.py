@@ -14,7 +14,7 @@ import ckpttool
 from ckpttool.formats.stand_ins import OR_ANOTHER_TAG
 from docs.generators import drawings, error_messages, error_pages, support_features, terminal
 from tests.cli.command import ckpttool as command
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import PAGES, ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,7 +173,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 
 def test_the_readme_names_every_command_or_its_page_does() -> None:
-    pages = "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md") if "_generated" not in p.parts)
+    pages = "".join(page.read_text() for page in PAGES if page.name != "README.md")
     for name in re.findall(r"^  (\w+) ", command("--help").stdout.partition("Commands:")[2], re.MULTILINE):
         assert f"ckpttool {name} " in pages, name
 

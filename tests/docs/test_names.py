@@ -15,6 +15,7 @@ PAGES = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "fixtures/README.md")
 ]
 PAGES += [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.relative_to(ROOT / "docs").parts[0][0] != "_"]
+PAGES += sorted((PACKAGE / "extensions").glob("*/docs/**/*.md"))
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 NAME = re.compile(r"`(?:ckpttool\.)?([a-z_]+(?:\.[A-Za-z_0-9]+)+)`")
 FILE = re.compile(r"\b(?:ckpttool|tests|fixtures|docs|examples|benchmarks)/[A-Za-z_0-9/]+\.(?:py|md|js)\b")

@@ -91,6 +91,7 @@ def check_content(distribution: Path) -> None:
     assert package <= set(names), sorted(package - set(names))
     assert any(name.endswith("LICENSE") for name in names), names
     assert any(name.endswith("vendor/LICENSES.txt") for name in names), names
+    assert distribution.suffix != ".whl" or not [name for name in names if name.endswith(".md")]
     other = {name.partition("/")[0] for name in names} & {"tests", "fixtures", "benchmarks", "docs"}
     assert not other, other
     print(f"{distribution.name}: {len(names)} files, {distribution.stat().st_size:,} bytes")

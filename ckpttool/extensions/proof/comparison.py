@@ -62,7 +62,7 @@ _COPIES = frozenset({WEIGHTS, MODULE})
 
 
 class Reason(Enum):
-    """Why a part of a state is not compared; ``docs/howto/prove.md`` explains each."""
+    """Why a part of a state is not compared; the page ``howto/prove`` explains each."""
 
     PENDING = "{names}"
     OF_RANKS = "{names}: {why}"

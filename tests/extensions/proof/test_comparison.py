@@ -404,7 +404,11 @@ def test_an_older_release_recorded_the_largest_step_of_a_group(checkpoint: Check
 
 def test_the_page_of_the_law_lists_every_reason() -> None:
     """Each reason is a text of the page, or has one: no part may be left out for another reason."""
-    page = (ROOT / "docs/howto/prove.md").read_text().partition("### What may be named as not compared")[2]
+    page = (
+        (ROOT / "ckpttool/extensions/proof/docs/howto/prove.md")
+        .read_text()
+        .partition("### What may be named as not compared")[2]
+    )
     listed = [text for text in re.findall(r"`([^`]+)`", page.partition("`ckpttool.prove` has")[0]) if len(text) > 9]
     other = {Reason.ASKED, Reason.PENDING, Reason.OF_RANKS, Reason.OF_SOME_RANKS}  # without a text of their own
     for reason in {*Reason} - other:
