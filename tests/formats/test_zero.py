@@ -10,8 +10,9 @@ import torch
 
 import ckpttool
 from ckpttool.errors import LayoutError, PlanError
-from ckpttool.formats import open_checkpoint
+from ckpttool.formats import LIVE_ORDER, in_order, open_checkpoint
 from ckpttool.model import MASTER, MODULE, State
+from ckpttool.model.names import ORDER
 from ckpttool.model.places import Contiguous
 from tests import damage
 from tests.truth import gather, raw_bytes, source, truth
@@ -345,3 +346,13 @@ def test_the_layers_of_a_pipeline_are_files_of_their_stage(name: str) -> None:
             assert file.model_rank in holders
             checked += 1
     assert checked >= 4
+
+
+def test_numbered_parameters_are_read_again_in_a_given_order() -> None:
+    """The remark of a reader that had to assume an order leads back to that reader."""
+    checkpoint = open_checkpoint(source("zero0-dp2-fp32"))
+    order = [name for group in checkpoint.groups for name in group.listed or group.parameters]
+    assert in_order(checkpoint, order) is checkpoint
+    found = in_order(replace(checkpoint, remarks=(ORDER,)), order)
+    assert found.remarks[-1] == LIVE_ORDER
+    assert [p.name for p in found.parameters] == [p.name for p in checkpoint.parameters]
