@@ -28,6 +28,7 @@ from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._errors import invoke
 from ckpttool.registry import EXTENSIONS, options_of
 from tests.cli.command import EXTENSIONS_READING
+from tests.rooms import present
 from tests.truth import source
 
 GOLDEN = Path(__file__).with_name("interface.json")
@@ -122,7 +123,7 @@ def _outputs() -> dict[str, Any]:
             "extract": [["extract", ZERO3, "up.weight", Path(temporary, "up.npy")]],
             "cp": [["cp", ZERO3, Path(temporary, "copied")]],
             "pin": [["pin", runs / "global_step1", "--why", "it is in the paper"]],
-            "prune": [["prune", runs, "--keep-last", "1", "--thin-every", "2", "--dry-run"]],
+            "prune": [["prune", runs, "--keep-last", "1", *["--thin-every", "2"] * present("thinning"), "--dry-run"]],
             "unpin": [["unpin", runs / "global_step1"]],
             "consolidate": [["consolidate", ZERO3, Path(temporary, "weights"), "--to", "safetensors"]],
             "convert": [["convert", ZERO3, Path(temporary, "zero"), "--to", "zero", "--world-size", "1"]],
