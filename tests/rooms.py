@@ -1,4 +1,4 @@
-"""Which extensions are there: products of cases leave out those that need one that was removed."""
+"""The extensions that are present: tests leave out cases of an extension that was removed."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class RunSource:
-    """What a run writes."""
+    """The source of a run: the checkpoint to write, and the files beside it."""
 
     checkpoint: Checkpoint
     """The weights and everything else."""
@@ -123,7 +123,7 @@ class RunSource:
 
 
 class Addition:
-    """What the options of an extension add to a run; a method that an extension does not replace adds nothing."""
+    """The options of an extension in a run: they may change its checks, its workers and its source."""
 
     def check(self, chosen: WeightChoice) -> None:
         """Refuse values that no checkpoint allows, before any file is opened.

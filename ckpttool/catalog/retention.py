@@ -76,7 +76,7 @@ class Rules:
     age: float | str | None = None
     """Keep checkpoints younger than this: seconds, or a text like "7d"."""
     action: Action | None = None
-    """What is done with a checkpoint that no rule keeps, instead of its removal."""
+    """The action on a checkpoint that no rule keeps, instead of its removal."""
     torn: bool = False
     """Remove leftovers of killed saves."""
     grace: float | str = GRACE

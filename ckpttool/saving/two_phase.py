@@ -68,7 +68,7 @@ class Index(Protocol):
 
 
 class Record(Protocol):
-    """What an extension adds to the manifest."""
+    """The fields of an extension in the manifest."""
 
     def message(self) -> Any:
         """Return the message of this rank to rank 0, as JSON data; called in another thread, and never raises."""

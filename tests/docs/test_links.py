@@ -1,4 +1,4 @@
-"""Pages link to pages that are there, also without any extension of which they are no part."""
+"""Every link of a page leads to a page that exists, also if other extensions are removed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Captured:
 
     files: CapturedFiles
     states: Mapping[str, Any]
-    """What was captured, for extensions: ``CapturedEngine`` by name of the engine, or ``CapturedChunks`` under ""."""
+    """The captured state, for extensions: ``CapturedEngine`` by name of the engine, or ``CapturedChunks`` under ""."""
     index: Index | None = None
     """The files that rank 0 writes after all others."""
 

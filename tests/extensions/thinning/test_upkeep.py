@@ -1,4 +1,4 @@
-"""Which checkpoints are thinned, and which stay whole or go, with the reasons given."""
+"""Decisions to thin checkpoints, to keep them whole or to remove them, and the reasons given."""
 
 from __future__ import annotations
 
