@@ -29,6 +29,6 @@ def __dir__() -> list[str]:
         from ckpttool.registry import is_present
 
         stub = __spec__.loader.get_data(os.path.join(os.path.dirname(__file__), "__init__.pyi")).decode()  # type: ignore[union-attr]
-        lines = (line.split() for line in stub.splitlines())
-        _modules.update({words[3]: words[1] for words in lines if words[:1] == ["from"] and is_present(words[1])})
+        lines = (line.split() for line in stub.splitlines() if line.startswith("from ") and " as " in line)
+        _modules.update({words[3]: words[1] for words in lines if is_present(words[1])})
     return sorted(_modules)

@@ -6,11 +6,14 @@ values: an extension is imported when it is used. Without its folder, its addres
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ckpttool.options import Option, row_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -65,46 +68,6 @@ class Target(NamedTuple):
     """Module and function that checks the options before the source is opened; "" without such a check."""
     holds_any_shape: bool = False
     """Whether it holds states of other shapes than their parameters."""
-
-
-class Option(NamedTuple):
-    """An option that an extension adds to functions, and to the commands of their names.
-
-    Type checkers find it in the ``TypedDict`` of the function in the stub beside ``ckpttool``.
-    """
-
-    name: str
-    """The parameter; the option of the command is spelled with hyphens."""
-    functions: tuple[str, ...]
-    """Qualified names of the functions that have it."""
-    code: str = ""
-    """Function or class that is for it: ``carry_out`` calls it with all given options that have it; a function of a row
-    for loads finds them in ``LoadOptions.given``. "" if a target or another option takes the value."""
-    before: str = ""
-    """The parameter of the core before which signature and docstring list it. "" if only commands have it: the code,
-    a ``cli._output.Output``, then writes their report."""
-    annotation: str = "str"
-    """Type of the parameter: "bool" in the first place makes a flag of a command, "Sequence[str]" an option that may be
-    repeated."""
-    default: Any = None
-    """Value that means that it is not given."""
-    text: str = ""
-    """Text of the docstring."""
-    after: str = ""
-    """The option after which the help of a command lists it; "" for the last one."""
-    section: str = "Options"
-    """Section of that help."""
-    help: str = ""
-    """Text of that help."""
-    metavar: str | None = None
-    """Its value in that help."""
-    choices: tuple[str, ...] = ()
-    """All values that a command accepts; () for any."""
-    parser: str = ""
-    """Function that makes the value from the text of a command, and raises a ``ValueError`` that says how to write it;
-    "" if the text is the value."""
-    sets: str = ""
-    """Another option of the same extension, whose value this option of a command gives; it has no code."""
 
 
 class Retention(NamedTuple):
@@ -348,27 +311,55 @@ def parameters_of(function: str) -> list[Option]:
 
 
 def with_options(function: F) -> F:
-    """Add the options of extensions to the signature and docstring of a function or a class that takes ``**given``."""
+    """Complete a function, or a class and its constructor, by the rows of its options.
+
+    The signature gets the options of extensions, which it takes as ``**given``. The docstring gets their texts, and the
+    texts of the core's rows for other parameters that it does not list.
+    """
     import inspect
-    import re
-    import textwrap
 
     called: Any = vars(function)["__init__"] if isinstance(function, type) else function
-    signature, text = inspect.signature(called), function.__doc__ or ""
+    signature, name = inspect.signature(called), function.__qualname__
     parameters = [one for one in signature.parameters.values() if one.name != "given"]
-    for option in parameters_of(function.__qualname__):
-        name, default, annotation = option.name, option.default, option.annotation
-        added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        parameters.insert([one.name for one in parameters].index(option.before), added)
-        listed = re.search(rf"(?m)^( +){option.before}: ", text)
-        if listed is not None:  # Python may run without docstrings
-            wrapped = textwrap.TextWrapper(120, listed[1], f"{listed[1]}    ", break_on_hyphens=False)
-            text = f"{text[: listed.start()]}{wrapped.fill(f'{name}: {option.text}')}\n{text[listed.start() :]}"
+    added = parameters_of(name)
+    for option in added:
+        place = [one.name for one in parameters].index(option.before)
+        kind, default, annotation = inspect.Parameter.KEYWORD_ONLY, option.default, option.annotation
+        parameters.insert(place, inspect.Parameter(option.name, kind, default=default, annotation=annotation))
     called.__signature__ = signature.replace(parameters=parameters)
     called.__annotations__ |= {one.name: one.annotation for one in parameters if one.annotation is not one.empty}
     called.__annotations__.pop("given", None)
-    function.__doc__ = text
+    names = [one.name for one in parameters]
+    texts = {one: row.text for one in names if (row := row_of(one, name))} | {one.name: one.text for one in added}
+    function.__doc__ = _completed(function.__doc__ or "", names, texts)
     return function
+
+
+def _completed(text: str, names: Sequence[str], texts: Mapping[str, str]) -> str:
+    """Return a docstring that lists all parameters in their order; it already lists those without one of the texts."""
+    import re
+
+    if re.search(r"(?m)^ *Args:\n", text) is None:
+        text = re.sub(r"(?m)^( *)(Returns|Raises):\n", r"\1Args:\n\n\g<0>", text, count=1)
+    section = re.search(r"(?m)^( *)Args:\n((?: *\S.*\n)*)", text)
+    if section is None:  # Python may run without docstrings
+        return text
+    indent = f"{section[1]}    "
+    entries = re.split(rf"(?m)^{indent}(?=\S)", section[2])[1:]
+    listed = {entry.partition(":")[0]: f"{indent}{entry}" for entry in entries}
+    listed = {one: _entry(one, told, indent) for one, told in texts.items()} | listed
+    entries = [listed[one] for one in names if one in listed]
+    return f"{text[: section.start(2)]}{''.join(entries)}{text[section.end() :]}"
+
+
+@functools.cache
+def _entry(name: str, text: str, indent: str) -> str:
+    """Return the lines of a parameter in a docstring; Python 3.13 removes four columns before them."""
+    import textwrap
+
+    width = 120 if len(indent) > 4 else 116
+    wrapper = textwrap.TextWrapper(width, indent, f"{indent}    ", break_on_hyphens=False)
+    return f"{wrapper.fill(f'{name}: {text}')}\n"
 
 
 def values_of(function: str, given: Mapping[str, Any]) -> dict[str, Any]:

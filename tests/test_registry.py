@@ -16,7 +16,8 @@ from ckpttool.cli import COMMANDS, cli
 from ckpttool.cli._errors import invoke
 from ckpttool.cli._options import Command
 from ckpttool.cli._output import Output, show
-from ckpttool.registry import EXTENSIONS, Extension, Option, carry_out, hooks, options_of, values_of, with_options
+from ckpttool.options import Option
+from ckpttool.registry import EXTENSIONS, Extension, carry_out, hooks, options_of, values_of, with_options
 
 STUB = Path(ckpttool.__file__).with_suffix(".pyi")
 MANY = Option(
@@ -124,7 +125,7 @@ def test_an_option_of_a_command_sets_another(monkeypatch: pytest.MonkeyPatch) ->
     for arguments in ([], ["--twice"], ["--twice", "--place", "x"], ["--place", "x"], ["--place", "", "--twice"]):
         assert invoke(command, arguments) == 0
     assert [given["twice"] for given in calls] == [None, True, "x", "x", True]
-    assert all(given.keys() == {"first", "twice"} for given in calls)
+    assert all(given.keys() == {"first", "twice", "storage_options", "follow_links"} for given in calls)
 
 
 @pytest.mark.usefixtures("rows")
@@ -173,17 +174,19 @@ def test_hooks_are_functions_of_the_modules_in_rows(monkeypatch: pytest.MonkeyPa
 def test_a_command_has_the_options_of_its_rows() -> None:
     options = [click.Option(["--first"], help="F."), click.Option(["--last"], help="L.")]
     command = Command("write", params=[*options], callback=lambda **given: click.echo(given))
-    assert [one.name for one in command.params] == ["first", "names", "twice", "last"]
+    of_all = [one.name for one in Command("other").params]
+    assert [one.name for one in command.params] == ["first", "names", "twice", "last", *of_all]
     text = command.get_help(click.Context(command))
     assert "Names:\n  --names NAME  One to write (repeatable).\n  --twice       One to write (repeatable).\n" in text
     given = command.make_context("write", ["--names", "a", "--names", "b", "--twice"]).params
-    assert given == {"first": None, "names": ("a", "b"), "twice": True, "last": None}
+    of_storages = {"storage_options": None, "follow_links": False}
+    assert given == {"first": None, "names": ("a", "b"), "twice": True, "last": None} | of_storages
 
 
 def test_an_output_of_an_extension_is_no_argument_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Option("page", ("write",), f"{__name__}.Page", help="A page.")
     monkeypatch.setattr("ckpttool.registry.EXTENSIONS", (Extension("a", options=(row,)),))
-    command = Command("write", params=[click.Option(["--first"])], callback=lambda first: show(f"report {first}"))
+    command = Command("write", params=[click.Option(["--first"])], callback=lambda first, **_: show(f"report {first}"))
     printed: list[Any] = []
     monkeypatch.setattr(Page, "printed", printed)
     assert invoke(command, ["--first", "1", "--page", "out"]) == 0
@@ -217,9 +220,13 @@ def test_the_stub_lists_the_options_of_each_function() -> None:
             stub |= {(node.name, name): annotation for (one, name), annotation in stub.items() if one in bases}
             fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
             stub |= {(node.name, ast.unparse(field.target)): ast.unparse(field.annotation) for field in fields}
+        elif isinstance(node, ast.FunctionDef):
+            stub |= {
+                (node.name, one.arg): ast.unparse(one.annotation) for one in node.args.kwonlyargs if one.annotation
+            }
     functions = {name for extension in EXTENSIONS for option in extension.options for name in option.functions}
     for name in sorted(functions):
         class_name = "".join(word[0].upper() + word[1:] for word in re.split(r"[._]", name))
         for option in (one for one in options_of(name) if one.before):
-            annotation = stub[f"_{class_name}Options", option.name]
-            assert re.sub(r"typing\.|collections\.abc\.", "", annotation) == option.annotation
+            owner = name if inspect.isfunction(getattr(ckpttool, name, None)) else f"_{class_name}Options"
+            assert stub[owner, option.name] == option.annotation

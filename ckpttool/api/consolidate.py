@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from typing_extensions import Unpack
-
-    from ckpttool import _ConsolidateOptions
     from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
@@ -84,24 +81,17 @@ def consolidate(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    **given: Unpack[_ConsolidateOptions],
+    **given: Any,
 ) -> ConsolidateReport:
     """Merge the shards of a checkpoint into whole weights; the output appears whole or not at all.
 
     Trainable parameters come from the fp32 master weights, frozen ones from the model's copy; buffers keep their type.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
         out: Directory to write: ``model.safetensors`` or ``pytorch_model.bin``, or shards of them with an index.
         to: Kind of file.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         dtype: Type of the parameters, cast bit for bit as torch does.
         weights_from: The optimizer's fp32 master weights, or the model's own 16-bit copies (saved at stages 1 and 2).
-        max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
-        include: Globs: only parameters and buffers whose full name matches one.
-        exclude: Globs: no parameter or buffer whose full name matches one.
         exclude_frozen: Leave out frozen parameters.
         adapter_only: Write the trained PEFT adapter: ``adapter_model.safetensors`` and ``adapter_config.json``.
         optimizer: Also write the optimizer's states, for "safetensors": ``optimizer.safetensors``, from which
@@ -110,20 +100,6 @@ def consolidate(  # noqa: PLR0913  public API
         rename: Rules for the names in the output, applied in order: "s/PATTERN/REPLACEMENT/" with Python's regular
             expressions (flags g, i), or the name of a ready-made map, such as "module" or "peft".
         rename_map: New names by old ones, or the path or URL of a JSON file of them; applied before ``rename``.
-        prove: Digest the source and the output, and commit only if they are equal.
-        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
-        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
-        overwrite: Allow an ``out`` with files, but without a checkpoint: weights of the same kind in it are replaced,
-            other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
-        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
-        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        progress: Called with (bytes done, bytes in all).
-        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: A wrong argument, no sound checkpoint, ``out`` not writable, no match, or a checksum that differs.

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
-    from typing_extensions import Unpack
-
-    from ckpttool import _ConvertOptions
     from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
@@ -78,7 +75,7 @@ def convert(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    **given: Unpack[_ConvertOptions],
+    **given: Any,
 ) -> ConvertReport:
     """Rewrite a checkpoint for another number of ranks, another ZeRO stage, or another loader.
 
@@ -86,9 +83,6 @@ def convert(  # noqa: PLR0913  public API
     frozen parameters and buffers are copied bit for bit. The output appears whole or not at all.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
         out: Directory to write: a checkpoint root, with ``latest`` (or ``latest_universal``), or a DCP directory.
         to: "zero" for native files that ``engine.load_checkpoint`` reads on ``world_size`` ranks; "universal" for
             DeepSpeed's ``load_universal``; "dcp" for ``torch.distributed.checkpoint``.
@@ -107,18 +101,6 @@ def convert(  # noqa: PLR0913  public API
             "accelerate" for Accelerate's and the Trainer's FSDP2; "torchtitan" for one step of torchtitan, without
             dataloader and scheduler; "lightning" for Lightning's ``ModelParallelStrategy``, from a checkpoint of
             Lightning with one optimizer. For "ranks": "verl" or "accelerate".
-        prove: Digest the source and the output, and commit only if they are equal.
-        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
-        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
-        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
-        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        progress: Called with (bytes done, bytes in all).
-        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: A wrong argument, a source that is not sound or fits no such output, or ``out`` not writable.

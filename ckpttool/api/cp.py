@@ -15,6 +15,7 @@ from ckpttool.errors import LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.execution.permissions import mode_of, mode_of_directory, mode_of_file
 from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
+from ckpttool.registry import with_options
 from ckpttool.storage import connect
 from ckpttool.units import format_size
 
@@ -58,6 +59,7 @@ class CpReport(Shown):
         yield from written.remarks(self.notes)
 
 
+@with_options
 def cp(  # noqa: PLR0913  public API
     src: Source,
     out: str | os.PathLike[str],
@@ -82,17 +84,7 @@ def cp(  # noqa: PLR0913  public API
             directories become one.
         out: The root that gets a directory of the same tag and the sidecar files; for a format without tags, the
             directory itself.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         prove: Digest the checkpoint and the copy, and commit only if they are equal.
-        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        resume: Reuse files that an interrupted run completed. Not safe after a power failure: files are not synced.
-        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
-        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        progress: Called with (bytes done, bytes in all).
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         ArgumentError: An argument is outside its range.

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    from typing_extensions import Unpack
-
-    from ckpttool import _PruneOptions
     from ckpttool.catalog.actions import Work
     from ckpttool.catalog.listing import Catalog
     from ckpttool.catalog.retention import Decision, Decisions
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
+@with_options
 def ls(
     root: str | os.PathLike[str],
     *,
@@ -40,22 +38,16 @@ def ls(
 ) -> Catalog:
     """List the checkpoints in a directory, sorted by step, and whether each is whole.
 
-    Args:
-        root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-
     Raises:
         CkptError: The directory cannot be read, or contains no checkpoint.
     """
-    from ckpttool.arguments import checked_path
     from ckpttool.catalog.entries import catalog
 
     opening = Opening(storage_options, follow_links)
     return catalog(checked_path("root", root), opening=opening)
 
 
+@with_options
 def pin(
     src: Source,
     *,
@@ -70,13 +62,7 @@ def pin(
     replaces the checkpoint removes it.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``.
         why: The reason, for people.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: The checkpoint is missing or damaged, another process removes or thins it, the reason is empty, or
@@ -101,6 +87,7 @@ def pin(
     return made
 
 
+@with_options
 def unpin(
     src: Source,
     *,
@@ -109,14 +96,6 @@ def unpin(
     follow_links: bool = False,
 ) -> Pin:
     """Remove the pin of a checkpoint; return it.
-
-    Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         PlanError: The checkpoint is not pinned.
@@ -182,7 +161,7 @@ def prune(  # noqa: PLR0913  public API
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    **given: Unpack[_PruneOptions],
+    **given: Any,
 ) -> Decisions:
     """Remove the checkpoints of a root that no rule keeps, or thin them: remove only their optimizer states.
 
@@ -192,7 +171,6 @@ def prune(  # noqa: PLR0913  public API
     back and have the digest of the source. The next ``prune`` deletes the leftovers of a killed one.
 
     Args:
-        root: A checkpoint root, or a directory of a trainer's ``checkpoint-N``.
         keep_last: Number of newest checkpoints to keep.
         keep_every: Keep those whose step is a multiple of this.
         keep_best: Keep the one with the smallest value of this number in its client state ("loss", "eval.loss"); with
@@ -203,12 +181,7 @@ def prune(  # noqa: PLR0913  public API
         sign_key: Key of signed checkpoints; without it they are not thinned. Bytes are the key itself; a path names the
             file that contains it, "env:NAME" an environment variable.
         dry_run: Decide, but change nothing.
-        jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
-        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
         progress: Called with (bytes of thin checkpoints written, bytes in all).
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Returns:
         A decision with its reason for each checkpoint, oldest first.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.arguments import check_at_least, check_choice, checked_size
 from ckpttool.formats import Opening, open_checkpoint
+from ckpttool.options import CHECKS
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -58,7 +59,7 @@ class Options:
     """How storages are opened."""
 
     def __post_init__(self) -> None:
-        check_choice("check", self.check, ("read", "full", "off"))
+        check_choice("check", self.check, CHECKS)
         check_at_least("jobs", self.jobs, 1)
         if self.memory is not None:
             checked_size("memory", self.memory)

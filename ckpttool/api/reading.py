@@ -12,7 +12,7 @@ from ckpttool.blocks import Line, Shown
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
 from ckpttool.model import Checkpoint
-from ckpttool.registry import EXTENSIONS, imported
+from ckpttool.registry import EXTENSIONS, imported, with_options
 from ckpttool.units import Meter, format_size
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
+@with_options
 def inspect(
     src: Source,
     *,
@@ -37,16 +38,6 @@ def inspect(
     follow_links: bool = False,
 ) -> Checkpoint:
     """Read the layout of a checkpoint; no weights are read and no code in it is run.
-
-    Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: The checkpoint is missing or damaged; names the file, the problem and the next step.
@@ -71,6 +62,7 @@ def _described(checkpoint: Checkpoint) -> Iterator[Block]:
 Checkpoint._notebook, Checkpoint._described = _notebook, _described
 
 
+@with_options
 def verify(  # noqa: PLR0913  public API
     src: Source,
     *,
@@ -88,20 +80,10 @@ def verify(  # noqa: PLR0913  public API
     A finding is about a checkpoint that exists; a missing one raises an error.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with the fp32
             master weights.
-        jobs: Threads. Default: one for each core, up to four.
-        progress: Called with (bytes done, bytes in all).
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         sign_key: The checkpoint must have been signed with it; every byte is read. Bytes are the key itself;
             a path names the file that contains it, "env:NAME" an environment variable.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         PlanError: The key cannot be read.
@@ -125,6 +107,7 @@ def verify(  # noqa: PLR0913  public API
     )
 
 
+@with_options
 def diff(  # noqa: PLR0913  public API
     a: Source,
     b: Source,
@@ -148,25 +131,11 @@ def diff(  # noqa: PLR0913  public API
     ``a`` equals element y of ``b`` if ``|x - y| <= atol + rtol * |y|``, or if both are NaN.
 
     Args:
-        a: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        b: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
         tag_a: Tag of the checkpoint in a.
         tag_b: Tag of the checkpoint in b.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        include: Globs: only parameters and buffers whose full name matches one.
-        exclude: Globs: no parameter or buffer whose full name matches one.
         all: Also compare steps, hyper-parameters (learning rates), the scheduler, the loss scale and client state.
-        jobs: Threads. Default: one for each core, up to four.
-        progress: Called with (bytes done, bytes in all).
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         ArgumentError: A tolerance is negative or not finite.
@@ -214,6 +183,7 @@ def _diff(
     )
 
 
+@with_options
 def digest(
     src: Source,
     *,
@@ -225,18 +195,6 @@ def digest(
     follow_links: bool = False,
 ) -> Digest:
     """Digest the values of a checkpoint; sharding and file format make no difference.
-
-    Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
-        jobs: Threads. Default: one for each core, up to four.
-        progress: Called with (bytes done, bytes in all).
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.
@@ -278,6 +236,7 @@ class ExtractReport(Shown):
             yield from self.checks.blocks()
 
 
+@with_options
 def extract(  # noqa: PLR0913  public API
     src: Source | Checkpoint,
     name: str,
@@ -302,18 +261,12 @@ def extract(  # noqa: PLR0913  public API
             ``Checkpoint`` that ``inspect`` returned.
         name: Parameter or buffer, by its own or a tied name.
         out: File to write, of the kind of its suffix: ``.safetensors``, ``.npy`` or ``.pt``; default: none.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         state: "weights" for the fp32 master weights, or else the model's own copy; or the name of a state in the
             checkpoint: "fp32", "module", "exp_avg", ...
         index: As in ``tensor[index]``: integers and slices of step 1, one for each dimension from the first on;
             default: the whole tensor.
         framework: Type of the result: "numpy" for an array (bf16 as ``ml_dtypes`` has it), "torch" for a tensor.
-        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
         overwrite: Replace ``out`` if it exists.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Returns:
         The tensor in its type and shape, which owns its memory; with ``out`` an ``ExtractReport``.

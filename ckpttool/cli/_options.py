@@ -14,13 +14,14 @@ import click
 from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, CkptError
 from ckpttool.messages import brief
+from ckpttool.options import OPTIONS
 from ckpttool.registry import actions, imported, options_of
 from ckpttool.units import parse_duration, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckpttool.registry import Option
+    from ckpttool.options import Option
 
 F = TypeVar("F", bound="Callable[..., Any]")
 if TYPE_CHECKING:
@@ -69,18 +70,19 @@ class Dtype(click.Choice[str]):
 class Command(click.Command):
     """A command whose help lists its own options first, then sections of others, and rare ones last.
 
-    It has the options of extensions as well.
+    It has the options that all commands have, and those of extensions.
     """
 
     def __init__(self, *args: Any, page: str = "", examples: tuple[str, ...] = (), **given: Any) -> None:
         """Take the page and the examples of the help, of a command that ``_examples`` does not have."""
         super().__init__(*args, **given)
         self.page, self.examples = page, examples
+        self.params = [*self.params, *_OF_ALL]
         self.added = options_of(self.name or "")
         for option in self.added:
             names = [one.name for one in self.params]
             place = names.index(option.after) + 1 if option.after else len(names)
-            self.params.insert(place, _option_of(option))
+            self.params.insert(place, click.Option(**_arguments(option)))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the function of the command, whose report an option of an extension may write elsewhere."""
@@ -110,7 +112,7 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
         titles = {name: title for title, names in SECTIONS.items() for name in names}
-        titles |= {option.name: option.section for option in self.added}
+        titles |= {option.name: option.section for option in (*OPTIONS, *self.added)}
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
@@ -132,22 +134,42 @@ class Command(click.Command):
         formatter.write(f"\nMore: {DOCS}/{page}.html\n")
 
 
-def _option_of(option: Option) -> click.Option:
-    """Return the option of a command that a row declares."""
-    given: dict[str, Any] = {"multiple": True} if option.annotation.startswith("Sequence") else {}
-    if option.annotation.startswith("bool"):
-        given = {"is_flag": True, "default": option.default}
-    if option.choices:
-        given["type"] = click.Choice(option.choices)
-    elif option.annotation == "int | None":
-        given["type"] = click.IntRange(1)
-    if option.parser:
-        given["callback"] = partial(_parsed, option.parser)
-    flag = f"--{option.name.replace('_', '-')}"
-    return click.Option([flag], help=option.help, metavar=option.metavar, **given)
+def shared(*names: str) -> Callable[[F], F]:
+    """Add options that several commands have, by the names of their rows."""
+
+    def add(function: F) -> F:
+        for row in (row for name in reversed(names) for row in OPTIONS if row.name == name and row.help):
+            given = _arguments(row)
+            function = click.option(*given.pop("param_decls"), **given)(function)
+        return function
+
+    return add
 
 
-def _parsed(parser: str, _: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+def _arguments(row: Option) -> dict[str, Any]:
+    """Return the arguments of ``click.Option`` for a row."""
+    flag = f"--{(row.singular or row.name).replace('_', '-')}"
+    given: dict[str, Any] = {"param_decls": [flag, row.name], "help": row.help, "metavar": row.metavar}
+    if row.annotation.startswith("bool"):
+        given |= {"is_flag": True, "default": row.default}
+    if row.annotation.startswith("Sequence") or row.singular:
+        given["multiple"] = True
+    if isinstance(row.choices, range):
+        given["type"] = click.IntRange(row.choices[0], row.choices[-1])
+    elif row.choices:
+        given["type"] = click.Choice(row.choices)
+    elif row.annotation.startswith("int"):
+        given["type"] = SizeType() if row.annotation.startswith("int | str") else click.IntRange(1)
+    if row.parser:
+        given["callback"] = partial(_parsed, row.parser)
+    if row.metavar == "TAG":
+        given["shell_complete"] = complete_tags
+    if row.envvar:
+        given |= {"envvar": row.envvar, "show_envvar": True}
+    return given
+
+
+def _parsed(parser: str, _: click.Context, parameter: click.Parameter, text: Any) -> Any:
     """Make the value of an option by its parser; fail as wrong usage."""
     if text is None:
         return None
@@ -162,15 +184,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "The run that will load it": (
         "world_size", "stage", "sub_group_size", "round_robin", "expert_parallel", "layout", "buffers",
     ),
-    "Choice of tensors": ("include", "exclude", "exclude_frozen", "optimizer"),
+    "Choice of tensors": ("exclude_frozen", "optimizer"),
     "LoRA": ("adapter_only",),
     "Names": ("rename", "rename_map"),
-    "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
-    "Resources": ("jobs", "memory", "storage_options"),
+    "Output": (),
+    "Resources": (),
     "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
-    "Rare": ("part", "trust_names", "follow_links", "sign_key"),
+    "Rare": ("part", "sign_key"),
 }  # fmt: skip
-"""Titles of the sections in a command's help, and their options; the first has all others."""
+"""Titles of the sections in a command's help, and their options without a row; the first has all others."""
 OPENING = ("tag", "trust_names", "storage_options", "follow_links")
 """Parameters of ``ckpttool.inspect``."""
 _PARTS = "ckpttool.parts"
@@ -258,86 +280,26 @@ def _given_source(ctx: click.Context) -> str:
 
 
 out_argument = click.argument("out", type=click.Path(readable=False))
-tag_option = click.option(
-    "--tag",
-    metavar="TAG",
-    shell_complete=complete_tags,
-    help="Tag of the checkpoint in a root.  [default: the tag in latest]",
-)
-trust_option = click.option(
-    "--trust-names", is_flag=True, help="Accept renamed files (the name recorded inside differs)."
-)
-partial_option = click.option(
-    "--allow-partial", is_flag=True, help="Accept a source whose files cannot be proven to be all."
-)
-include_option = click.option(
-    "--include", multiple=True, metavar="GLOB", help="Only tensors whose name matches (repeatable)."
-)
-exclude_option = click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="No tensors whose name matches (repeatable)."
-)
-dry_run_option = click.option(
-    "--dry-run", is_flag=True, help="Print the planned files and the needed space and memory, and write nothing."
-)
-prove_option = click.option(
-    "--prove", is_flag=True, help="Digest the source and the output, and commit only if they are equal."
-)
-resume_option = click.option(
-    "--resume", is_flag=True, help="Reuse files that an interrupted run with --resume and the same SRC completed."
-)
-overwrite_option = click.option("--overwrite", is_flag=True, help="Replace weights in OUT.")
-jobs_option = click.option(
-    "--jobs",
-    type=click.IntRange(1, 256),
-    envvar="CKPTTOOL_JOBS",
-    show_envvar=True,
-    help="Threads.  [default: automatic]",
-)
-memory_option = click.option(
-    "--memory",
-    type=SizeType(),
-    envvar="CKPTTOOL_MEMORY",
-    show_envvar=True,
-    help="Memory for requests in flight to or from remote storages.  [default: 256MB]",
-)
-check_option = click.option(
-    "--check",
-    type=click.Choice(["read", "full", "off"]),
-    help="Compare the CRC-32 of records read whole (read), or also of those read in part (full).  [default: read]",
-)
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
 
-def json_option(function: F) -> F:
-    """Add ``--json``, and ``--wide`` for the same report as a table."""
-    json = click.option(
-        "--json", "as_json", is_flag=True, expose_value=False, callback=_note(JSON), help="Print JSON for programs."
-    )
-    wide = click.option(
-        "--wide", is_flag=True, expose_value=False, callback=_note(WIDE), help="Print tables whole on a terminal, too."
-    )
-    return json(wide(function))
+def parse_storage_options(values: tuple[str, ...]) -> dict[str, Any] | None:
+    """Parse KEY=VALUE pairs into fsspec options; dots make nested dictionaries.
 
-
-def run_options(function: F) -> F:
-    """Add the options of commands that run a plan."""
-    return check_option(jobs_option(memory_option(function)))
-
-
-def _storage_options(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, Any] | None:
-    """Parse KEY=VALUE pairs into fsspec options; dots make nested dictionaries."""
+    Raises:
+        ValueError: One is not KEY=VALUE, or two exclude each other.
+    """
     result: dict[str, Any] = {}
     for text in values:
         path, equals, value = text.partition("=")
         *outer, key = path.split(".")
         if not equals or not all((*outer, key)):
             # The message leaves out the value, which may be a secret.
-            raise click.BadParameter("one of them is not KEY=VALUE")
+            raise ValueError("one of them is not KEY=VALUE")
         into = result
         for name in outer:
             into = into.setdefault(name, {})
             if not isinstance(into, dict):
-                raise click.BadParameter(f"{path} and {name} cannot both be given")
+                raise ValueError(f"{path} and {name} cannot both be given")  # noqa: TRY004  of a text
         into[key] = _parsed_option(key, value)
     return result or None
 
@@ -365,30 +327,16 @@ def _log(_: click.Context, __: click.Parameter, count: int) -> None:
         log.setLevel(logging.INFO if count == 1 else logging.DEBUG)
 
 
-def common_options(function: F) -> F:
-    """Add the options of all commands: of storages, of opening and of printing."""
-    verbose = click.option(
-        "-v", "--verbose", count=True, expose_value=False, callback=_log, help="Log to stderr; -vv more."
-    )
-    quiet = click.option(
-        "-q", "--quiet", is_flag=True, expose_value=False, callback=_note(QUIET), help="Print errors and --json alone."
-    )
-    storage = click.option(
-        "--storage-option",
-        "storage_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        envvar="CKPTTOOL_STORAGE_OPTIONS",
-        show_envvar=True,
-        callback=_storage_options,
-        help="Option of the fsspec class of a URL, such as endpoint_url=http://host:9000 (repeatable).",
-    )
-    links = click.option(
-        "--follow-links", is_flag=True, help="Follow links that leave a checkpoint's root, to any file you may read."
-    )
-    return storage(links(quiet(verbose(debug_option(function)))))
-
-
+_UNEXPOSED: dict[str, Any] = {"is_flag": True, "expose_value": False}
+_OF_ALL = (
+    click.Option(["--json", "as_json"], callback=_note(JSON), help="Print JSON for programs.", **_UNEXPOSED),
+    click.Option(["--wide"], callback=_note(WIDE), help="Print tables whole on a terminal, too.", **_UNEXPOSED),
+    *(click.Option(**_arguments(row)) for row in OPTIONS if row.name in {"storage_options", "follow_links"}),
+    click.Option(["-q", "--quiet"], callback=_note(QUIET), help="Print errors and --json alone.", **_UNEXPOSED),
+    click.Option(["-v", "--verbose"], count=True, expose_value=False, callback=_log, help="Log to stderr; -vv more."),
+    click.Option(["--debug"], help="Show the traceback of an error.", **_UNEXPOSED),
+)
+"""The options of all commands: of storages, of opening and of printing."""
 RETENTION = (
     "keep_last",
     "keep_every",

@@ -11,8 +11,6 @@ from ckpttool.cli import _options as options
 
 @click.command(cls=options.Command, short_help="List the checkpoints under a root.")
 @click.argument("root", type=click.Path(readable=False))
-@options.json_option
-@options.common_options
 def ls(root: str, **given: Any) -> None:
     """List the checkpoints in the directory ROOT, sorted by step: ranks, size, age, complete or torn.
 
@@ -38,10 +36,7 @@ def ls(root: str, **given: Any) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Print the decisions and the bytes that they free, and change nothing.")
 @click.option("--sign-key", metavar="FILE|env:NAME", help="Key of signed checkpoints to thin.")
-@options.jobs_option
-@options.memory_option
-@options.json_option
-@options.common_options
+@options.shared("jobs", "memory")
 def prune(root: str, **given: Any) -> None:
     """Delete checkpoints from the directory ROOT, or thin them, and print the reason for each.
 
@@ -77,9 +72,7 @@ def prune(root: str, **given: Any) -> None:
 @click.command(cls=options.Command, short_help="Keep a checkpoint from every retention rule.")
 @click.argument("src", type=click.Path(readable=False))
 @click.option("--why", required=True, metavar="TEXT", help="The reason, for people.")
-@options.tag_option
-@options.json_option
-@options.common_options
+@options.shared("tag")
 def pin(src: Any, **given: Any) -> None:
     """Pin the checkpoint SRC: prune, CheckpointManager and a trainer's rotation neither remove nor thin it.
 
@@ -95,9 +88,7 @@ def pin(src: Any, **given: Any) -> None:
 
 @click.command(cls=options.Command, short_help="Remove the pin of a checkpoint.")
 @click.argument("src", type=click.Path(readable=False))
-@options.tag_option
-@options.json_option
-@options.common_options
+@options.shared("tag")
 def unpin(src: Any, **given: Any) -> None:
     """Remove the pin of the checkpoint SRC: retention rules count it again."""
     import ckpttool

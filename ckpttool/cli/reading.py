@@ -21,7 +21,7 @@ VIEWS = ("params", "ranks", "files", "map")
 
 @click.command(cls=options.Command, short_help="Show the content of a checkpoint.")
 @options.source_argument
-@options.tag_option
+@options.shared("tag")
 @click.option("--params", is_flag=True, help="One row for each parameter, buffer and tied name.")
 @click.option("--ranks", is_flag=True, help="One row for each rank, with its content.")
 @click.option("--files", is_flag=True, help="One row for each file.")
@@ -33,9 +33,7 @@ VIEWS = ("params", "ranks", "files", "map")
     help="Show the byte ranges of one parameter.",
 )
 @click.option("--map", is_flag=True, help="Draw the content of each rank, as wide as the terminal.")
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("trust_names")
 def inspect(src: Any, name: str | None, **given: Any) -> None:
     """Show the content of a checkpoint; reads a few kilobytes, for any size.
 
@@ -79,7 +77,7 @@ def _print_views(checkpoint: Checkpoint, views: list[str], name: str | None) -> 
 
 @click.command(cls=options.Command, short_help="Check that a checkpoint is whole and sound.")
 @options.source_argument
-@options.tag_option
+@options.shared("tag")
 @click.option(
     "--deep",
     is_flag=True,
@@ -90,10 +88,7 @@ def _print_views(checkpoint: Checkpoint, views: list[str], name: str | None) -> 
     metavar="FILE|env:NAME",
     help="Also check the signature with the key in a file or an environment variable; reads every byte.",
 )
-@options.jobs_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("jobs", "trust_names")
 def verify(src: Any, **given: Any) -> None:
     """Check that a checkpoint is complete and sound: every rank's file exists, is intact and agrees with the others.
 
@@ -122,15 +117,11 @@ def verify(src: Any, **given: Any) -> None:
 @click.option("--tag-b", metavar="TAG", help="Tag of the checkpoint in B.  [default: the tag in latest]")
 @click.option("--rtol", type=click.FloatRange(min=0), help="Relative tolerance.  [default: 0]")
 @click.option("--atol", type=click.FloatRange(min=0), help="Absolute tolerance.  [default: 0]")
-@options.include_option
-@options.exclude_option
+@options.shared("include", "exclude")
 @click.option(
     "--all", is_flag=True, help="Also compare steps, learning rates, the scheduler, the loss scale and client state."
 )
-@options.jobs_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("jobs", "trust_names")
 def diff(a: str, b: str, **given: Any) -> None:
     """Compare the weights and optimizer states of A and B by name, for any formats and topologies.
 
@@ -153,11 +144,7 @@ def diff(a: str, b: str, **given: Any) -> None:
 @click.option(
     "--tensors", "view", flag_value="tensors", help="One row for each tensor, with its own digest of 128 bits."
 )
-@options.tag_option
-@options.jobs_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("tag", "jobs", "trust_names")
 def digest(src: Any, view: str | None, **given: Any) -> None:
     """Print digests of the names, shapes and values of SRC: of its weights and of its optimizer states.
 
@@ -185,12 +172,9 @@ def digest(src: Any, view: str | None, **given: Any) -> None:
     "--state", metavar="STATE", help="weights, fp32, module, or the optimizer's: exp_avg, ...  [default: weights]"
 )
 @click.option("--index", metavar="INDEX", help="Only a slice of it, as in Python: '0:10, 3'.")
-@options.tag_option
+@options.shared("tag")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@options.check_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("check", "trust_names")
 def extract(src: Any, name: str, out: str, index: str | None, **given: Any) -> None:
     """Write the tensor NAME of SRC to the file OUT, of the kind of its suffix: .safetensors, .npy or .pt.
 

@@ -14,18 +14,15 @@ from ckpttool.targets.table import LAYOUTS, TARGETS
 @options.source_argument
 @options.out_argument
 @click.option("--to", type=click.Choice(["safetensors", "torch"]), required=True, help="Output format.")
-@options.tag_option
+@options.shared("tag")
 @click.option("--dtype", type=options.Dtype(["fp32", "bf16", "fp16"]), help="dtype of the parameters.  [default: fp32]")
-@click.option(
-    "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
-)
+@options.shared("max_shard_size")
 @click.option(
     "--weights-from",
     type=click.Choice(["masters", "module"]),
     help="The optimizer's fp32 master weights, or the model's 16-bit weights (stages 1 and 2).  [default: masters]",
 )
-@options.include_option
-@options.exclude_option
+@options.shared("include", "exclude")
 @click.option("--exclude-frozen", is_flag=True, help="Leave out frozen parameters.")
 @click.option("--adapter-only", is_flag=True, help="Write the trained PEFT adapter, as PEFT does.")
 @click.option("--optimizer", is_flag=True, help="Also write the optimizer's states, as safetensors.")
@@ -37,15 +34,7 @@ from ckpttool.targets.table import LAYOUTS, TARGETS
     "(repeatable, applied in order).",
 )
 @click.option("--rename-map", metavar="FILE", help="JSON file of new names by old ones, applied before --rename.")
-@options.overwrite_option
-@options.dry_run_option
-@options.prove_option
-@options.resume_option
-@options.partial_option
-@options.run_options
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("overwrite", "dry_run", "prove", "resume", "allow_partial", "check", "jobs", "memory", "trust_names")
 def consolidate(src: Any, out: str, **given: Any) -> None:
     """Merge the shards of SRC into whole weights in the directory OUT.
 
@@ -79,7 +68,7 @@ class _Target(click.Choice[str]):
     required=True,
     help="Output format: of DeepSpeed, of torch.distributed.checkpoint, or a file for each rank of FSDP2.",
 )
-@options.tag_option
+@options.shared("tag")
 @click.option(
     "--world-size",
     type=click.IntRange(1, 1 << 20),
@@ -117,14 +106,7 @@ class _Target(click.Choice[str]):
     type=click.Choice(LAYOUTS),
     help="Loader's layout: nested (default), flat, app, accelerate, torchtitan for dcp; verl, accelerate for ranks.",
 )
-@options.dry_run_option
-@options.prove_option
-@options.resume_option
-@options.partial_option
-@options.run_options
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("dry_run", "prove", "resume", "allow_partial", "check", "jobs", "memory", "trust_names")
 def convert(src: Any, out: str, **given: Any) -> None:
     """Rewrite the checkpoint SRC in OUT, with the same values bit for bit.
 
@@ -157,15 +139,9 @@ def _check_convert(given: dict[str, Any]) -> None:
 @click.command(cls=options.Command, short_help="Copy a whole checkpoint to another storage.")
 @options.source_argument
 @options.out_argument
-@options.tag_option
+@options.shared("tag")
 @click.option("--prove", is_flag=True, help="Digest the checkpoint and the copy, and commit only if they are equal.")
-@options.resume_option
-@options.check_option
-@options.jobs_option
-@options.memory_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("resume", "check", "jobs", "memory", "trust_names")
 def cp(src: Any, out: str, **given: Any) -> None:
     """Copy the checkpoint SRC into the root OUT: the directory of its tag, and its sidecar files.
 

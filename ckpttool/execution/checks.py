@@ -25,6 +25,7 @@ from ckpttool.containers.torch_zip import MAGIC, parse
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import ChecksumError
 from ckpttool.model.extents import stored_blocks
+from ckpttool.options import CHECKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -322,7 +323,7 @@ def checks_for(sources: Sequence[SourceFile], checkpoint: Checkpoint, check: Che
     Raises:
         ArgumentError: ``check`` is not "read", "full" or "off".
     """
-    check_choice("check", check, ("read", "full", "off"))
+    check_choice("check", check, CHECKS)
     if check == "off":
         return None
     held = frozenset(checkpoint.path(n) for n in range(len(checkpoint.files)))  # not its sidecar files

@@ -26,9 +26,6 @@ from ckpttool.targets.weights import select_weights
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from typing_extensions import Unpack
-
-    from ckpttool import _AverageOptions
     from ckpttool.api._run import Addition
     from ckpttool.blocks import Block
     from ckpttool.execution.checks import Check
@@ -211,7 +208,7 @@ def average(  # noqa: PLR0913  public API
     trust_names: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
-    **given: Unpack[_AverageOptions],
+    **given: Any,
 ) -> AverageReport:
     """Write the weighted mean of several checkpoints of one model; the output appears whole or not at all.
 
@@ -232,25 +229,17 @@ def average(  # noqa: PLR0913  public API
         accumulate: Type to compute in.
         tag: Tag of each checkpoint; default: the one that ``latest`` names.
         dtype: Type of the parameters, default "fp32"; for "zero" the type that the run computes in.
-        max_shard_size: Bytes, or a text like "5GB"; a larger model is split into several files.
         include: Globs: only tensors whose name matches one; for "zero" the others are copied from the newest source.
         exclude: Globs: no tensors whose name matches one.
         world_size: Data-parallel ranks that will load the output; default: the newest source's.
         stage: ZeRO stage, 1, 2 or 3; default: the newest source's.
         prove: Compute the mean again, digest it and the output, and commit only if they are equal.
-        check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none.
-        dry_run: Plan, but write nothing; the report has the disk space and memory of a run.
         overwrite: Allow an ``out`` with files, but without a checkpoint: weights of the same kind in it are replaced,
             other files are kept. A replaced sidecar file that differs from the new one is kept as ``NAME.replaced``.
             Not for "zero".
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
-        memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
-        progress: Called with (bytes done, bytes in all).
-        allow_partial: Accept a source whose files cannot be proven to be all: safetensors of single ranks.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         storage_options: Options for the fsspec class of URLs, for all checkpoints and ``out``: keys, an endpoint, ...
             Default: fsspec's own configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: A wrong argument, sources that are not sound or do not fit, or ``out`` not writable.

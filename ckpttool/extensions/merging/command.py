@@ -55,29 +55,21 @@ def _comma_separated(context: click.Context, parameter: click.Parameter, value: 
     help="Weights equivalent to this decay of the learning rate (WSM), the oldest SRC first.",
 )
 @click.option("--accumulate", type=options.Dtype(["fp32", "fp64"]), help="dtype to compute in.  [default: fp32]")
-@options.tag_option
+@options.shared("tag")
 @click.option(
     "--dtype",
     type=options.Dtype(["fp32", "bf16", "fp16"]),
     help="dtype of the parameters; for zero the dtype to train in, if no SRC records it.  [default: fp32]",
 )
-@click.option(
-    "--max-shard-size", type=options.SizeType(), help="Split into files of at most this size.  [default: 5GB]"
-)
-@options.include_option
-@options.exclude_option
+@options.shared("max_shard_size", "include", "exclude")
 @click.option(
     "--world-size", type=click.IntRange(1, 1 << 20), help="Data-parallel ranks for zero.  [default: the newest SRC's]"
 )
 @click.option("--stage", type=click.IntRange(1, 3), help="ZeRO stage for zero.  [default: the newest SRC's]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in OUT (for safetensors).")
-@options.dry_run_option
+@options.shared("dry_run")
 @click.option("--prove", is_flag=True, help="Compute the mean again, and commit only if the output is equal.")
-@options.partial_option
-@options.run_options
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("allow_partial", "check", "jobs", "memory", "trust_names")
 def average(src: tuple[Any, ...], out: str, **given: Any) -> None:
     """Average the checkpoints SRC, each of the same model, into OUT.
 

@@ -25,6 +25,7 @@ from ckpttool.model.items import WEIGHTS, Mismatch, TensorDigest, canonical, dif
 from ckpttool.model.names import with_names_of
 from ckpttool.model.selection import contents, find
 from ckpttool.plan.casts import cast
+from ckpttool.registry import with_options
 from ckpttool.saving.coordination import TIMEOUT, attempt
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     return StateDigest.from_json(ranks.exchange("live_digest", own, decide))
 
 
+@with_options
 def prove(  # noqa: PLR0913  public API
     model: Any,
     src: Source,
@@ -133,19 +135,11 @@ def prove(  # noqa: PLR0913  public API
 
     Args:
         model: A DeepSpeed engine, or a torch module: plain, DDP, or with DTensors; or several modules by name.
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
         optimizer: The module's optimizer, or a list of several; an engine has its own. Without it, only weights and
             buffers of a torch module are compared.
         scheduler: The learning-rate scheduler of the module, or several by name; or of an engine that has none.
         extra: Of a torch model, the other objects that were saved with it, by name.
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         weights_only: Whether to compare only weights and buffers.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         timeout: Seconds that a rank may lag.
 
     Returns:

@@ -9,6 +9,7 @@ from ckpttool.errors import PlanError
 from ckpttool.extensions.stats.statistics import Statistics, statistics
 from ckpttool.formats import Opening
 from ckpttool.model.selection import NO_SUCH_NAME, WEIGHTS, contents, matcher
+from ckpttool.registry import with_options
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Progress
 
 
+@with_options
 def stats(  # noqa: PLR0913  public API
     src: Source,
     *,
@@ -35,20 +37,8 @@ def stats(  # noqa: PLR0913  public API
     """Compute extremes, mean, norm and counts of NaN, infinity and zero of every tensor, reading small parts.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
-        include: Globs: only parameters and buffers whose full name matches one.
-        exclude: Globs: no parameter or buffer whose full name matches one.
         optimizer: Also the optimizer's states.
         magnitudes: Also count the values by power of two (``TensorStats.magnitudes``), which takes as long as the rest.
-        jobs: Threads. Default: one for each core, up to four.
-        progress: Called with (bytes done, bytes in all).
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: The checkpoint is not sound, or cannot be read.

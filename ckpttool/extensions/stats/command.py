@@ -32,14 +32,9 @@ WIDE = 140
     ),
 )
 @options.sources_argument
-@options.tag_option
-@options.include_option
-@options.exclude_option
+@options.shared("tag", "include", "exclude")
 @click.option("--optimizer", is_flag=True, help="Also the optimizer's states.")
-@options.jobs_option
-@options.json_option
-@options.trust_option
-@options.common_options
+@options.shared("jobs", "trust_names")
 def stats(src: tuple[Any, ...], **given: Any) -> None:
     """Minimum, maximum, mean, norm and counts of NaN, infinity and zero of every tensor of each SRC.
 

@@ -23,9 +23,6 @@ from ckpttool.saving.coordination import TIMEOUT
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from typing_extensions import Unpack
-
-    from ckpttool import _LoadOptions
     from ckpttool.execution.checks import Check
     from ckpttool.formats import Source
     from ckpttool.integrations.live.report import LoadReport
@@ -52,7 +49,7 @@ def load(  # noqa: PLR0913  public API
     trust_names: bool = False,
     allow: Collection[str] = (),
     timeout: float = TIMEOUT,
-    **given: Unpack[_LoadOptions],
+    **given: Any,
 ) -> LoadReport:
     """Load any checkpoint into a live run of DeepSpeed or torch, on any number of ranks and at any ZeRO stage.
 
@@ -66,10 +63,6 @@ def load(  # noqa: PLR0913  public API
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned, or a torch model, or several torch models by name.
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         strict: Whether checkpoint and engine must have the same parameters and buffers. If not, missing ones keep the
             engine's values, and unexpected ones are left out; the report names both.
         weights_only: Load weights, fp32 master weights and buffers from any source, and leave the optimizer's states,
@@ -85,15 +78,11 @@ def load(  # noqa: PLR0913  public API
         staged: Whether to read the new state into host memory beside the run's, so that a failed load leaves the run
             unchanged. False: read it straight into the run, without a second copy. Names, shapes, types and options are
             compared before; an error after that says that the run is half loaded.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
         memory: Bytes of requests in flight on each rank, for a remote source: a number, or "256MB" (default). Also a
             limit of the buffer of ``staged=False``, which has at most 16 MB.
         check: Recorded CRC-32 to compare with the bytes of all ranks, before the engine changes: of records read
             "read" whole, "full" also of partly read ones, "off" none. With a manifest, every byte is compared with its
             checksums.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
         allow: Classes ("module.Class") of objects in the client state to build, which runs their code. Plain data,
             tensors, numpy arrays, paths and dates are always built.
         timeout: Seconds that a rank may lag.

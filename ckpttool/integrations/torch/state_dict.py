@@ -16,8 +16,10 @@ from ckpttool.execution.sources import Sources
 from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.integrations.torch.memory import empty
+from ckpttool.options import CHECKS
 from ckpttool.plan import CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder, Placement
+from ckpttool.registry import with_options
 from ckpttool.targets.weights import select_weights
 from ckpttool.targets.zero.match import listed
 
@@ -41,6 +43,7 @@ class Incompatible(NamedTuple):
     """Names only in the checkpoint."""
 
 
+@with_options
 def load_state_dict(  # noqa: PLR0913  public API
     src: Source,
     *,
@@ -57,21 +60,11 @@ def load_state_dict(  # noqa: PLR0913  public API
     """Return the weights and buffers of any checkpoint as a lazy mapping; ZeRO of any stage and number of ranks too.
 
     Args:
-        src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
-            universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
-            of weights. Several directories if each contains the files of some ranks (node-local storage).
-        tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
         dtype: Type of the parameters: "fp32", "bf16", "fp16" or one of torch's. Default: fp32, as ``consolidate``
             writes. Buffers keep their own.
         device: Device of the tensors; default: host memory.
-        include: Globs: only parameters and buffers whose full name matches one.
-        exclude: Globs: no parameter or buffer whose full name matches one.
         check: Recorded CRC-32 to compare: of records read "read" whole, "full" also of partly read ones, "off" none. A
             record shared by several tensors is compared when the last of them is read.
-        trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
         CkptError: The checkpoint is damaged, nothing matches, or a parameter cannot be cast.
@@ -79,7 +72,7 @@ def load_state_dict(  # noqa: PLR0913  public API
     opening = Opening(storage_options, follow_links)
     name = short_name(dtype or "fp32")
     check_choice("dtype", name, tuple(TRAINING_DTYPES))
-    check_choice("check", check, ("read", "full", "off"))
+    check_choice("check", check, CHECKS)
     checkpoint = open_checkpoint(src, tag=tag, opening=opening, trust_names=trust_names)
     return LazyStateDict(
         checkpoint, dtype=TRAINING_DTYPES[name], device=device, include=include, exclude=exclude, check=check
