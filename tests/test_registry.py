@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,6 +96,67 @@ def test_a_function_has_the_options_of_its_rows() -> None:
         "    twice: Write twice.",
         "    last: The last.",
     ]
+
+
+def read(src: str, *, jobs: int, tag: str) -> None:
+    """Read.
+
+    Args:
+        jobs: Number
+            of threads.
+
+    Raises:
+        ValueError: Never.
+    """
+
+
+def count(*, jobs: int) -> int:
+    """Count.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: Never.
+    """
+    return jobs
+
+
+COMPLETED = {
+    read: """Read.
+
+Args:
+    src: A checkpoint root (with ``latest``), a tag's directory, or a Hugging Face Trainer's ``checkpoint-N``; a
+        universal checkpoint; a directory of ``torch.distributed.checkpoint``; safetensors, or ``torch.save`` files
+        of weights. Several directories if each contains the files of some ranks (node-local storage).
+    jobs: Number
+        of threads.
+    tag: Tag of the checkpoint in a root; default: the one that ``latest`` names.
+
+Raises:
+    ValueError: Never.""",
+    count: """Count.
+
+Args:
+    jobs: Threads. Default: one for each core, up to four.
+
+Returns:
+    The number.
+
+Raises:
+    ValueError: Never.""",
+}
+
+
+@pytest.mark.parametrize("indent", ["", "    "], ids=["Python 3.13", "before"])
+@pytest.mark.parametrize("function", [read, count])
+def test_a_docstring_gets_the_texts_of_the_core_for_parameters_that_it_does_not_list(
+    function: Any, indent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = textwrap.indent(inspect.getdoc(function) or "", indent)
+    monkeypatch.setattr(function, "__doc__", f"{written.strip()}\n{indent}")
+    with_options(function)
+    assert inspect.getdoc(function) == COMPLETED[function]
 
 
 def test_a_function_without_options_of_extensions_refuses_them() -> None:

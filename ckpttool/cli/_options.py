@@ -337,34 +337,8 @@ _OF_ALL = (
     click.Option(["--debug"], help="Show the traceback of an error.", **_UNEXPOSED),
 )
 """The options of all commands: of storages, of opening and of printing."""
-RETENTION = (
-    "keep_last",
-    "keep_every",
-    "keep_best",
-    "keep_for",
-    *(rule for action in actions() for rule in action.rules),
-)
-"""Options of ``retention_options``, and of the actions of extensions."""
-
-
-def retention_options(function: F) -> F:
-    """Add the retention rules."""
-    rules = (
-        click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest."),
-        click.option(
-            "--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K."
-        ),
-        click.option(
-            "--keep-best",
-            metavar="METRIC",
-            help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three "
-            "smallest).",
-        ),
-        click.option("--keep-for", type=Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min."),
-    )
-    for rule in reversed(rules):
-        function = rule(function)
-    return function
+RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", *(rule for one in actions() for rule in one.rules))
+"""The retention rules of ``prune``, those of the actions of extensions too."""
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:

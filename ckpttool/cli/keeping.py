@@ -24,7 +24,14 @@ def ls(root: str, **given: Any) -> None:
 
 @click.command(cls=options.Command, short_help="Delete the checkpoints that no rule keeps, or their optimizer states.")
 @click.argument("root", type=click.Path(readable=False))
-@options.retention_options
+@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N newest.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="K", help="Keep those whose step is a multiple of K.")
+@click.option(
+    "--keep-best",
+    metavar="METRIC",
+    help="Keep the one saved with the smallest METRIC (METRIC:max: the largest; METRIC:min:3: the three smallest).",
+)
+@click.option("--keep-for", type=options.Duration(), metavar="AGE", help="Keep those younger than AGE: 7d, 12h, 30min.")
 @click.option(
     "--torn", is_flag=True, help="Delete incomplete and uncommitted checkpoints, unless a save may still write them."
 )
