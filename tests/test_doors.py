@@ -46,7 +46,7 @@ for name in {names!r}:
 def _without(removed: list[str], copy: Path) -> None:
     """Copy the repository without some extensions: without their folders, their addresses and their rows.
 
-    Their lines in the stub stay; the functions that type checkers see are written anew.
+    Their lines in the stub stay; the functions that type checkers see are written again.
     """
     shutil.copytree(ROOT, copy, ignore=NOT_COPIED, symlinks=True)
     for name in removed:

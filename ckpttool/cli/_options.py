@@ -70,7 +70,7 @@ class Dtype(click.Choice[str]):
 class Command(click.Command):
     """A command whose help lists its own options first, then sections of others, and rare ones last.
 
-    It has the options that all commands have, and those of extensions.
+    It has the options of all commands, and the options of extensions.
     """
 
     def __init__(self, *args: Any, page: str = "", examples: tuple[str, ...] = (), **given: Any) -> None:
@@ -338,7 +338,7 @@ _OF_ALL = (
 )
 """The options of all commands: of storages, of opening and of printing."""
 RETENTION = ("keep_last", "keep_every", "keep_best", "keep_for", *(rule for one in actions() for rule in one.rules))
-"""The retention rules of ``prune``, those of the actions of extensions too."""
+"""The retention rules of ``prune``, also of the actions of extensions."""
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:
