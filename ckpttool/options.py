@@ -160,7 +160,7 @@ OPTIONS: tuple[Option, ...] = (
 """The shared options of the core, in the order in which functions list them."""
 
 
-def row_of(name: str, function: str = "") -> Option | None:
-    """Return the row of a parameter of a function, or of an option of any command; None without one."""
+def row_of(name: str, function: str) -> Option | None:
+    """Return the row of a parameter of a function; None without one."""
     rows = (row for row in OPTIONS if row.name == name and (not row.functions or function in row.functions))
     return next(rows, None)

@@ -112,7 +112,7 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections."""
         titles = {name: title for title, names in SECTIONS.items() for name in names}
-        titles |= {option.name: option.section for option in (*OPTIONS, *self.added)}
+        titles |= {option.name: option.section for option in (*_ROWS.values(), *self.added)}
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx) if isinstance(option, click.Option) else None
@@ -134,12 +134,16 @@ class Command(click.Command):
         formatter.write(f"\nMore: {DOCS}/{page}.html\n")
 
 
+_ROWS = {row.name: row for row in OPTIONS if row.help}
+"""The rows of commands, by name."""
+
+
 def shared(*names: str) -> Callable[[F], F]:
     """Add options that several commands have, by the names of their rows."""
 
     def add(function: F) -> F:
-        for row in (row for name in reversed(names) for row in OPTIONS if row.name == name and row.help):
-            given = _arguments(row)
+        for name in reversed(names):
+            given = _arguments(_ROWS[name])
             function = click.option(*given.pop("param_decls"), **given)(function)
         return function
 
@@ -331,7 +335,7 @@ _UNEXPOSED: dict[str, Any] = {"is_flag": True, "expose_value": False}
 _OF_ALL = (
     click.Option(["--json", "as_json"], callback=_note(JSON), help="Print JSON for programs.", **_UNEXPOSED),
     click.Option(["--wide"], callback=_note(WIDE), help="Print tables whole on a terminal, too.", **_UNEXPOSED),
-    *(click.Option(**_arguments(row)) for row in OPTIONS if row.name in {"storage_options", "follow_links"}),
+    *(click.Option(**_arguments(_ROWS[name])) for name in ("storage_options", "follow_links")),
     click.Option(["-q", "--quiet"], callback=_note(QUIET), help="Print errors and --json alone.", **_UNEXPOSED),
     click.Option(["-v", "--verbose"], count=True, expose_value=False, callback=_log, help="Log to stderr; -vv more."),
     click.Option(["--debug"], help="Show the traceback of an error.", **_UNEXPOSED),
