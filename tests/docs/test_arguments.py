@@ -126,6 +126,7 @@ def test_each_argument_is_in_its_docstring_or_has_a_row() -> None:
         names = [argument.arg for argument, _ in one.arguments() if argument.arg != "self"]
         missing = [name for name in names if name not in one.listed]
         assert [name for name in missing if not (one.completed and row_of(name, one.name))] == [], one.name
+        assert not one.completed or one.listed.keys() <= {*names}, one.name
 
 
 def test_a_row_is_like_the_parameters_without_a_text_of_their_own() -> None:
