@@ -33,7 +33,6 @@ from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
 from ckpttool.catalog.retention import Decision as Decision
 from ckpttool.catalog.retention import Decisions as Decisions
 from ckpttool.commit.marks import Pin as Pin
-from ckpttool.commit.signing import Key as Key
 from ckpttool.errors import ArgumentError as ArgumentError
 from ckpttool.errors import ChecksumError as ChecksumError
 from ckpttool.errors import CkptError as CkptError

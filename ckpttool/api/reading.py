@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.blocks import Block
-    from ckpttool.commit.signing import Key
     from ckpttool.execution.checks import Check, ReadReport
     from ckpttool.units import Progress
 
@@ -71,7 +70,7 @@ def _described(checkpoint: Checkpoint) -> Iterator[Block]:
 Checkpoint._notebook, Checkpoint._described = _notebook, _described
 
 
-def verify(  # noqa: PLR0913  public API
+def verify(
     src: Source,
     *,
     tag: str | None = None,
@@ -79,7 +78,6 @@ def verify(  # noqa: PLR0913  public API
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
-    sign_key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
 ) -> VerifyReport:
@@ -97,20 +95,16 @@ def verify(  # noqa: PLR0913  public API
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        sign_key: The checkpoint must have been signed with it; every byte is read. Bytes are the key itself;
-            a path names the file that contains it, "env:NAME" an environment variable.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
-        PlanError: The key cannot be read.
         StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
     opening = Opening(storage_options, follow_links)
     from ckpttool.analysis.verify import verify_checkpoint
-    from ckpttool.commit.signing import read_key
 
     check_at_least("jobs", jobs, 1)
     return verify_checkpoint(
@@ -121,7 +115,6 @@ def verify(  # noqa: PLR0913  public API
         progress=progress,
         opening=opening,
         trust_names=trust_names,
-        key=read_key(sign_key),
     )
 
 

@@ -168,7 +168,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Output": ("overwrite", "dry_run", "prove", "resume", "check", "allow_partial"),
     "Resources": ("jobs", "memory", "storage_options"),
     "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
-    "Rare": ("part", "trust_names", "follow_links", "sign_key"),
+    "Rare": ("part", "trust_names", "follow_links"),
 }  # fmt: skip
 """Titles of the sections in a command's help, and their options; the first has all others."""
 OPENING = ("tag", "trust_names", "storage_options", "follow_links")

@@ -85,11 +85,6 @@ def _print_views(checkpoint: Checkpoint, views: list[str], name: str | None) -> 
     is_flag=True,
     help="Read every byte: checksums, NaN and infinity, 16-bit copies against fp32 master weights.",
 )
-@click.option(
-    "--sign-key",
-    metavar="FILE|env:NAME",
-    help="Also check the signature with the key in a file or an environment variable; reads every byte.",
-)
 @options.jobs_option
 @options.json_option
 @options.trust_option
