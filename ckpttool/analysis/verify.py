@@ -356,31 +356,27 @@ def _check_sums(
     return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
-def _pieces(reader: Reader, start: int, end: int, floats: _Floats) -> Iterator[memoryview]:
-    """Yield the bytes of a range in pieces, which are valid until the next one."""
-    buffer = ReadBuffer()
+def _crc32(reader: Reader, start: int, end: int, floats: _Floats) -> int:
+    """Return the CRC-32 of a range; note in the same pass whether its floats are finite."""
+    buffer, crc = ReadBuffer(), 0
     for at in range(start, end, PIECE_BYTES):
         piece = buffer.read_bytes(reader, at, min(PIECE_BYTES, end - at))
         floats.see(at, piece)
-        yield piece
+        crc = crc32(piece, crc)
+    return crc
 
 
 def _check_chunks(reader: Reader, saved: Checksums, floats: _Floats) -> CkptError | None:
     """Compare every byte of a file with the checksums of its manifest."""
     for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
-        crc = 0
-        for piece in _pieces(reader, start, end, floats):
-            crc = crc32(piece, crc)
-        if crc != saved.crcs[n]:
+        if _crc32(reader, start, end, floats) != saved.crcs[n]:
             problem = f"bytes {start:,} to {end:,} differ from those saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None
 
 
 def _check_sum(reader: Reader, record: Record, floats: _Floats) -> CkptError | None:
-    crc = 0
-    for piece in _pieces(reader, *record.where, floats):
-        crc = crc32(piece, crc)
+    crc = _crc32(reader, *record.where, floats)
     if crc == record.crc32:
         return None
     problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
