@@ -36,7 +36,6 @@ from ckpttool.catalog.listing import CatalogEntry as CatalogEntry
 from ckpttool.catalog.retention import Decision as Decision
 from ckpttool.catalog.retention import Decisions as Decisions
 from ckpttool.commit.marks import Pin as Pin
-from ckpttool.commit.signing import Key as Key
 from ckpttool.errors import ArgumentError as ArgumentError
 from ckpttool.errors import ChecksumError as ChecksumError
 from ckpttool.errors import CkptError as CkptError
@@ -365,7 +364,6 @@ def prune(
     thin_every: int | None = None,
     torn: bool = False,
     grace: float | str = "1h",
-    sign_key: Key | None = None,
     dry_run: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
@@ -391,8 +389,6 @@ def prune(
         thin_every: Thin only those whose step is a multiple of this, and remove the others, thin ones included.
         torn: Remove incomplete and uncommitted checkpoints too, unless a save may still write them.
         grace: With ``torn``, the least age of their newest file: seconds, or a text like "1h".
-        sign_key: Key of signed checkpoints; without it they are not thinned. Bytes are the key itself; a path names the
-            file that contains it, "env:NAME" an environment variable.
         dry_run: Decide, but change nothing.
         jobs: Threads. Default: one for each core, at most 4; 16 where a storage is remote.
         memory: Bytes, or "256MB" (the default), that requests in flight to remote storages may take.
@@ -586,7 +582,6 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
-    sign_key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
 ) -> VerifyReport:
@@ -604,14 +599,11 @@ def verify(
         jobs: Threads. Default: one for each core, up to four.
         progress: Called with (bytes done, bytes in all).
         trust_names: Accept renamed files (the name recorded inside differs). By default they are refused.
-        sign_key: The checkpoint must have been signed with it; every byte is read. Bytes are the key itself;
-            a path names the file that contains it, "env:NAME" an environment variable.
         storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
             configuration.
         follow_links: Follow symbolic links of a local checkpoint that leave its root, to any file that you may read.
 
     Raises:
-        PlanError: The key cannot be read.
         StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """

@@ -63,7 +63,7 @@ SETTLED_BYTES = 1 << 14
 
 
 class Checksums(NamedTuple):
-    """CRC-32 of each chunk of a file, in order; with a signature also SHA-256."""
+    """CRC-32 of each chunk of a file, in order."""
 
     nbytes: int
     """Size of the file in bytes."""
@@ -77,8 +77,6 @@ class Checksums(NamedTuple):
     The directory has the CRC-32 of every record: with this one checksum readers can check a few kilobytes of a large
     file.
     """
-    sha256: tuple[bytes, ...] = ()
-    """SHA-256 of each chunk, 32 bytes each; empty without a signature."""
 
 
 class Record(NamedTuple):

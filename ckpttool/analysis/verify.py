@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -133,7 +132,6 @@ def verify_checkpoint(
     progress: Progress | None,
     opening: Opening = Opening(),
     trust_names: bool = False,
-    key: bytes | None = None,
 ) -> VerifyReport:
     """Check that every rank's file exists, is complete and agrees with the others.
 
@@ -146,9 +144,7 @@ def verify_checkpoint(
         progress: Called with (bytes done, bytes in all).
         opening: How to open its storage.
         trust_names: As for ``open_checkpoint``.
-        key: Require a manifest signed with this key; reads every byte and compares its SHA-256.
     """
-    deep = deep or key is not None
     errors: list[CkptError] = []
     checkpoint: Checkpoint | None = None
     try:
@@ -165,7 +161,7 @@ def verify_checkpoint(
         _refuse_unread(errors)
         return VerifyReport(without_secrets(src[0]), None, deep, 0, 0, 0, 0, 0, (), _findings(errors))
     errors += checkpoint.notes
-    manifest = _manifest(checkpoint, key, errors)
+    manifest = _manifest(checkpoint, errors)
     checked, unrecorded = _compare(checkpoint, manifest, errors, deep=deep, jobs=jobs, progress=progress)
     _refuse_unread(errors)
     return VerifyReport(
@@ -193,17 +189,14 @@ def _findings(errors: Sequence[CkptError]) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(Finding(e.path, e.problem, e.hint, e.options) for e in errors))
 
 
-def _manifest(checkpoint: Checkpoint, key: bytes | None, errors: list[CkptError]) -> Manifest | None:
+def _manifest(checkpoint: Checkpoint, errors: list[CkptError]) -> Manifest | None:
     """Return the checkpoint's manifest, or None; compare it with the sizes of the files, and add errors."""
     manifest: Manifest | None = None
     try:
         storage = connect(checkpoint.storage)
-        manifest = find_manifest(storage, checkpoint.location, key)
+        manifest = find_manifest(storage, checkpoint.location)
         if manifest is not None:
             errors += size_problems(storage, checkpoint.location, manifest)
-        elif key is not None:
-            problem = "has no manifest, and so no signature"
-            errors.append(PlanError(checkpoint.location, problem, "do not load it"))
     except CkptError as error:
         errors.append(error)
     return manifest
@@ -363,33 +356,27 @@ def _check_sums(
     return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
-def _pieces(reader: Reader, start: int, end: int, floats: _Floats) -> Iterator[memoryview]:
-    """Yield the bytes of a range in pieces, which are valid until the next one."""
-    buffer = ReadBuffer()
+def _crc32(reader: Reader, start: int, end: int, floats: _Floats) -> int:
+    """Return the CRC-32 of a range; note in the same pass whether its floats are finite."""
+    buffer, crc = ReadBuffer(), 0
     for at in range(start, end, PIECE_BYTES):
         piece = buffer.read_bytes(reader, at, min(PIECE_BYTES, end - at))
         floats.see(at, piece)
-        yield piece
+        crc = crc32(piece, crc)
+    return crc
 
 
 def _check_chunks(reader: Reader, saved: Checksums, floats: _Floats) -> CkptError | None:
     """Compare every byte of a file with the checksums of its manifest."""
     for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
-        crc, sha = 0, hashlib.sha256() if saved.sha256 else None
-        for piece in _pieces(reader, start, end, floats):
-            crc = crc32(piece, crc)
-            if sha is not None:
-                sha.update(piece)
-        if crc != saved.crcs[n] or (sha is not None and sha.digest() != saved.sha256[n]):
+        if _crc32(reader, start, end, floats) != saved.crcs[n]:
             problem = f"bytes {start:,} to {end:,} differ from those saved"
             return CkptError(reader.path, problem, "restore the file from a copy")
     return None
 
 
 def _check_sum(reader: Reader, record: Record, floats: _Floats) -> CkptError | None:
-    crc = 0
-    for piece in _pieces(reader, *record.where, floats):
-        crc = crc32(piece, crc)
+    crc = _crc32(reader, *record.where, floats)
     if crc == record.crc32:
         return None
     problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckpttool.catalog.listing import Catalog
     from ckpttool.catalog.retention import Decision, Decisions
     from ckpttool.commit.marks import Pin
-    from ckpttool.commit.signing import Key
     from ckpttool.formats import Source
     from ckpttool.storage import Storage, WritableStorage
     from ckpttool.units import Progress
@@ -154,7 +153,6 @@ def prune(  # noqa: PLR0913  public API
     keep_for: float | str | None = None,
     torn: bool = False,
     grace: float | str = "1h",
-    sign_key: Key | None = None,
     dry_run: bool = False,
     jobs: int | None = None,
     memory: int | str | None = None,
@@ -178,8 +176,6 @@ def prune(  # noqa: PLR0913  public API
         keep_for: Keep those younger than this: seconds, or a text like "7d".
         torn: Remove incomplete and uncommitted checkpoints too, unless a save may still write them.
         grace: With ``torn``, the least age of their newest file: seconds, or a text like "1h".
-        sign_key: Key of signed checkpoints; without it they are not thinned. Bytes are the key itself; a path names the
-            file that contains it, "env:NAME" an environment variable.
         dry_run: Decide, but change nothing.
         progress: Called with (bytes of thin checkpoints written, bytes in all).
 
@@ -196,13 +192,11 @@ def prune(  # noqa: PLR0913  public API
     from ckpttool.catalog.cleanup import finish_killed, remove_left_over_files
     from ckpttool.catalog.entries import catalog
     from ckpttool.catalog.retention import Decisions, Rules, decide
-    from ckpttool.commit.signing import read_key
     from ckpttool.storage import open_storage
 
     (action,) = carry_out("prune", given) or (None,)
     rules = Rules(keep_last, keep_every, keep_best, keep_for, action, torn, grace)
     options = Options(jobs=jobs, memory=memory, progress=progress, opening=opening)
-    key = read_key(sign_key)
     found = catalog(checked_path("root", root), opening=opening)
     storage = open_storage(checked_path("root", root), storage_options)
     unfinished: dict[str, StorageError] = {}
@@ -219,7 +213,7 @@ def prune(  # noqa: PLR0913  public API
     works: list[Work] = []
     errors: list[PruneError] = []
     if action is not None:
-        given_ = {"jobs": options.jobs, "memory": options.memory_bytes, "key": key, "grace": rules.grace_seconds}
+        given_ = {"jobs": options.jobs, "memory": options.memory_bytes, "grace": rules.grace_seconds}
         decisions, works, errors = _planned(decisions, partial(action.plan, **given_), opening, dry_run=dry_run)
     decisions = _name_whole(storage, found.root, decisions, dry_run=dry_run)
     if dry_run:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ckpttool.analysis.digest import Digest
     from ckpttool.analysis.verify import VerifyReport
     from ckpttool.blocks import Block
-    from ckpttool.commit.signing import Key
     from ckpttool.execution.checks import Check, ReadReport
     from ckpttool.units import Progress
 
@@ -63,7 +62,7 @@ Checkpoint._notebook, Checkpoint._described = _notebook, _described
 
 
 @with_options
-def verify(  # noqa: PLR0913  public API
+def verify(
     src: Source,
     *,
     tag: str | None = None,
@@ -71,7 +70,6 @@ def verify(  # noqa: PLR0913  public API
     jobs: int | None = None,
     progress: Progress | None = None,
     trust_names: bool = False,
-    sign_key: Key | None = None,
     storage_options: Mapping[str, Any] | None = None,
     follow_links: bool = False,
 ) -> VerifyReport:
@@ -82,17 +80,13 @@ def verify(  # noqa: PLR0913  public API
     Args:
         deep: Read every byte: compare checksums, look for NaN and infinity, compare 16-bit copies with the fp32
             master weights.
-        sign_key: The checkpoint must have been signed with it; every byte is read. Bytes are the key itself;
-            a path names the file that contains it, "env:NAME" an environment variable.
 
     Raises:
-        PlanError: The key cannot be read.
         StorageError: ``src`` does not exist, or it or a file in it cannot be read, and no other defect was found.
         LayoutError: ``src`` contains no checkpoint, or none of this tag.
     """
     opening = Opening(storage_options, follow_links)
     from ckpttool.analysis.verify import verify_checkpoint
-    from ckpttool.commit.signing import read_key
 
     check_at_least("jobs", jobs, 1)
     return verify_checkpoint(
@@ -103,7 +97,6 @@ def verify(  # noqa: PLR0913  public API
         progress=progress,
         opening=opening,
         trust_names=trust_names,
-        key=read_key(sign_key),
     )
 
 

@@ -58,9 +58,7 @@ class Action(Protocol):
             ArgumentError: ``several`` is not "".
         """
 
-    def plan(
-        self, storage: Storage, path: str, *, jobs: int | None, memory: int, key: bytes | None, grace: float
-    ) -> Work:
+    def plan(self, storage: Storage, path: str, *, jobs: int | None, memory: int, grace: float) -> Work:
         """Plan the action on a checkpoint; nothing is written.
 
         Args:
@@ -68,7 +66,6 @@ class Action(Protocol):
             path: Its directory, or a trainer's ``checkpoint-N`` with it.
             jobs: Threads; None for the default of the storage.
             memory: Bytes of parts in flight.
-            key: Key of signed manifests.
             grace: Seconds after which another machine's marker counts as left by a killed process.
 
         Raises:

@@ -55,9 +55,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("ckpttool")
 
 
-def maintain(
-    storage: WritableStorage, root: str, rules: Rules | None, *, grace: float, key: bytes | None = None
-) -> None:
+def maintain(storage: WritableStorage, root: str, rules: Rules | None, *, grace: float) -> None:
     """Remove checkpoints after a save, or act on them, and remove leftovers; log failures: the next save tries again.
 
     Args:
@@ -65,7 +63,6 @@ def maintain(
         root: The directory of all checkpoints.
         rules: Retention rules; None to keep all.
         grace: Age in seconds of leftovers to remove, counted from the newest of their files.
-        key: Key that the manifests are signed with.
     """
     try:
         found = scan(storage, root)
@@ -94,7 +91,7 @@ def maintain(
             LOG.warning("could not remove an old checkpoint or a leftover: %s", error)
     for decision in decisions:
         if decision.thin is not None and rules is not None and rules.action is not None:
-            plan = partial(rules.action.plan, jobs=1, memory=MEMORY, key=key, grace=grace)
+            plan = partial(rules.action.plan, jobs=1, memory=MEMORY, grace=grace)
             _act(storage, root, decision, plan)
 
 

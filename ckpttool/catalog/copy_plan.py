@@ -127,7 +127,7 @@ def plan_copy(checkpoint: Checkpoint) -> CopyPlan:
         if sources[name].nbytes:
             copy[0] = (number, 0, sources[name].nbytes, 0, 0)
         files.append(TargetFile(name, sources[name].nbytes, (), copy))
-    if manifest is not None and not has_manifest(storage, checkpoint.location) and not manifest.signed:
+    if manifest is not None and not has_manifest(storage, checkpoint.location):
         data = replace(manifest, tag=checkpoint.tag).to_json()  # its part of the manifest of several engines
         files.append(TargetFile(MANIFEST, len(data), ((0, data),), np.zeros(0, dtype=COPY)))
     return CopyPlan(tuple(sources[name] for name in names), (("U8", "U8"),), tuple(files))
@@ -192,7 +192,6 @@ def root_sidecars(checkpoint: Checkpoint, storage: Storage, root: str) -> RootSi
         notes.append(
             f"one of the engines {', '.join(manifest.engines)}, which were saved together: the others are not copied"
         )
-        notes += ["the copy has no manifest: the signature is of all engines"] if manifest.signed else []
     return RootSidecars(sidecars, tuple(notes), modes)
 
 

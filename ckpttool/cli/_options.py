@@ -194,7 +194,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Output": (),
     "Resources": (),
     "Messages": ("as_json", "wide", "quiet", "verbose", "debug", "help"),
-    "Rare": ("part", "sign_key"),
+    "Rare": ("part",),
 }  # fmt: skip
 """Titles of the sections in a command's help, and their options without a row; the first has all others."""
 OPENING = ("tag", "trust_names", "storage_options", "follow_links")

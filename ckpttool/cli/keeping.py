@@ -42,7 +42,6 @@ def ls(root: str, **given: Any) -> None:
     help="With --torn, least age of their newest file.  [default: 1h]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the decisions and the bytes that they free, and change nothing.")
-@click.option("--sign-key", metavar="FILE|env:NAME", help="Key of signed checkpoints to thin.")
 @options.shared("jobs", "memory")
 def prune(root: str, **given: Any) -> None:
     """Delete checkpoints from the directory ROOT, or thin them, and print the reason for each.

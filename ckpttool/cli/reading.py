@@ -83,11 +83,6 @@ def _print_views(checkpoint: Checkpoint, views: list[str], name: str | None) -> 
     is_flag=True,
     help="Read every byte: checksums, NaN and infinity, 16-bit copies against fp32 master weights.",
 )
-@click.option(
-    "--sign-key",
-    metavar="FILE|env:NAME",
-    help="Also check the signature with the key in a file or an environment variable; reads every byte.",
-)
 @options.shared("jobs", "trust_names")
 def verify(src: Any, **given: Any) -> None:
     """Check that a checkpoint is complete and sound: every rank's file exists, is intact and agrees with the others.

@@ -1,51 +1,30 @@
 """Check bytes against the checksums of a manifest when they are read.
 
-Readers of a layout use it, and restores of a signed save, because SHA-256 of pieces cannot be combined. The tensors of
-all other checkpoints are compared by ``execution.checks``.
+Readers of a layout use it. ``execution.checks`` compares the tensors.
 """
 
 from __future__ import annotations
 
 import bisect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool.checksums import Record, chunk_records, crc32
 from ckpttool.commit.manifest import find_manifest, size_problems
-from ckpttool.errors import ChecksumError, ContainerError, PlanError
+from ckpttool.errors import ChecksumError, ContainerError
 from ckpttool.ranges import ByteRange
-from ckpttool.storage.base import Described, WrappedReader, connect
+from ckpttool.storage.base import WrappedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from ckpttool.checksums import Checksums
     from ckpttool.commit.manifest import Manifest
-    from ckpttool.storage import Entry, Reader, Storage, StorageSpec
+    from ckpttool.storage import Entry, Reader, Storage
 
 COPY = "restore it from a copy, or use another tag"
 ARCHIVES = ".distcp"
 """Suffix of files of many small archives, which record their own checksums: their structure is everywhere in them."""
 DIRECTORY = "zip directory"
 """Name of the directory of an archive, as a record."""
-
-
-def signed_storage(storage: Storage, directory: str, key: bytes) -> ChecksummedStorage:
-    """Return a storage that compares all bytes read from a checkpoint with the SHA-256 of its signed manifest.
-
-    Args:
-        storage: Storage of the checkpoint.
-        directory: Directory of the checkpoint.
-        key: Key that the manifest must be signed with.
-
-    Raises:
-        PlanError: The checkpoint has no manifest, or its manifest is not signed with the key.
-        CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
-    """
-    manifest = find_manifest(storage, directory, key)
-    if manifest is None:
-        hint = "was it saved by CheckpointManager(sign_key=...)? do not load it"
-        raise PlanError(directory, "has no manifest, and so no signature", hint)
-    return _of(storage, directory, manifest, structure=False)
 
 
 def with_manifest(storage: Storage, directory: str, optional: str = "") -> ChecksummedStorage | None:
@@ -63,67 +42,50 @@ def with_manifest(storage: Storage, directory: str, optional: str = "") -> Check
         CkptError: A file of the manifest is missing or has another size, or the manifest cannot be read.
     """
     manifest = find_manifest(storage, directory)
-    return None if manifest is None else _of(storage, directory, manifest, optional, structure=True)
-
-
-def _of(
-    storage: Storage, directory: str, manifest: Manifest, optional: str = "", *, structure: bool
-) -> ChecksummedStorage:
+    if manifest is None:
+        return None
     for problem in size_problems(storage, directory, manifest, optional):
         raise problem
-    checksums = {f"{directory}/{name}": sums for name, sums in manifest.files.items()}
-    return ChecksummedStorage(storage, checksums, manifest, structure=structure)
+    return ChecksummedStorage(storage, directory, manifest)
 
 
-class ChecksummedStorage(Described):
-    """Wraps a storage, and checks some of its files when they are read.
+class ChecksummedStorage:
+    """Wraps a storage, and checks the structure of some of its files when they are read; see ``with_manifest``.
 
     Args:
         storage: The wrapped storage.
-        checksums: Checksums of the files to check, by path.
-        manifest: The manifest; a storage that is opened again from its specification has none.
-        structure: Whether to check only the structure of files: without SHA-256, and of an archive only its directory.
+        directory: Directory of the checkpoint.
+        manifest: Its manifest.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        checksums: Mapping[str, Checksums],
-        manifest: Manifest | None = None,
-        *,
-        structure: bool = False,
-    ) -> None:
-        self.inner = storage
-        """The wrapped storage."""
-        self.checksums = checksums
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
+        self.checksums = {f"{directory}/{name}": sums for name, sums in manifest.files.items()}
         """Checksums of the files to check, by path."""
         self.manifest = manifest
         """The manifest."""
         self.remote = storage.remote
         self.reads_versions = storage.reads_versions
-        self._structure = structure
+        self.spec = storage.spec
+        """The wrapped storage as data: tensors are read without this class."""
+        self._inner = storage
         self._sound: dict[str, bytearray] = {}
-        """By path: 1 for each chunk that matched its checksum."""
-
-    def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
-        """Return the opener of this storage and its arguments."""
-        return _reopen, (self.inner.spec, self.checksums, self._structure)
+        """By path: 1 for each record that matched its checksum."""
 
     def listing(self, path: str) -> list[Entry]:
         """Return the entries of a directory, sorted by name."""
-        return self.inner.listing(path)
+        return self._inner.listing(path)
 
     def list_tree(self, path: str) -> None:
         """Prefetch the listings of a directory tree."""
-        self.inner.list_tree(path)
+        self._inner.list_tree(path)
 
     def is_dir(self, path: str) -> bool:
         """Return whether the path is a directory."""
-        return self.inner.is_dir(path)
+        return self._inner.is_dir(path)
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists."""
-        return self.inner.exists(path)
+        return self._inner.exists(path)
 
     def open(self, path: str, *, ahead: bool = False) -> Reader:
         """Open a file for reading ranges.
@@ -132,24 +94,24 @@ class ChecksummedStorage(Described):
             StorageError: The file is missing, not a regular file, or not readable.
             ContainerError: The file has another size than in the manifest.
         """
-        reader = self.inner.open(path, ahead=ahead)
+        reader = self._inner.open(path, ahead=ahead)
         sums = self.checksums.get(path)
         if sums is None:
             return reader
         if reader.nbytes != sums.nbytes:
             reader.close()
             raise ContainerError(path, f"is {reader.nbytes:,} bytes long, but {sums.nbytes:,} in the manifest", COPY)
-        if self._structure and path.endswith(ARCHIVES):
+        if path.endswith(ARCHIVES):
             return reader
-        records, sha256 = chunk_records(sums), () if self._structure else sums.sha256
-        if self._structure and sums.directory is not None:
+        records = chunk_records(sums)
+        if sums.directory is not None:
             start, crc = sums.directory
             records = (Record(DIRECTORY, ByteRange(start, sums.nbytes), crc),)
-        return ChecksummedReader(reader, records, sha256, self._sound.setdefault(path, bytearray(len(records))))
+        return ChecksummedReader(reader, records, self._sound.setdefault(path, bytearray(len(records))))
 
     def read_text(self, path: str) -> str:
         """Return the content of a small text file."""
-        return self.inner.read_text(path)
+        return self._inner.read_text(path)
 
     def read_all(self, wanted: Sequence[tuple[Reader, int, int]]) -> list[bytes | memoryview]:
         """Return the bytes [start, end) of each reader of this storage; remote reads run concurrently."""
@@ -158,7 +120,7 @@ class ChecksummedStorage(Described):
             for r, start, end in wanted
         ]
         found: list[bytes | memoryview] = []
-        for (reader, start, end), (_, first, _), data in zip(wanted, inner, self.inner.read_all(inner), strict=True):
+        for (reader, start, end), (_, first, _), data in zip(wanted, inner, self._inner.read_all(inner), strict=True):
             if isinstance(reader, ChecksummedReader):
                 reader.check(first, data)
             found.append(data[start - first : end - first] if len(data) > end - start else data)
@@ -166,7 +128,7 @@ class ChecksummedStorage(Described):
 
     def refresh(self, paths: Sequence[str]) -> None:
         """Drop cached listings; see ``Storage.refresh``."""
-        self.inner.refresh(paths)
+        self._inner.refresh(paths)
 
 
 class ChecksummedReader(WrappedReader):
@@ -175,14 +137,12 @@ class ChecksummedReader(WrappedReader):
     Args:
         reader: The file.
         records: Ranges with a CRC-32, sorted and disjoint: chunks, or the directory of an archive.
-        sha256: SHA-256 of each record; empty without a signature.
         sound: 1 for each record that matched its checksum.
     """
 
-    def __init__(self, reader: Reader, records: Sequence[Record], sha256: Sequence[bytes], sound: bytearray) -> None:
+    def __init__(self, reader: Reader, records: Sequence[Record], sound: bytearray) -> None:
         super().__init__(reader)
         self._records = records
-        self._sha256 = sha256
         self._sound = sound
         self._starts = [record.where.start for record in records]
         self._ends = [record.where.end for record in records]
@@ -209,12 +169,7 @@ class ChecksummedReader(WrappedReader):
             if a < start or b > start + len(view):
                 continue
             content = view[a - start : b - start]
-            sound = crc32(content) == crc
-            if sound and self._sha256:
-                import hashlib  # importing it takes longer than reading a manifest without signature
-
-                sound = hashlib.sha256(content).digest() == self._sha256[n]
-            if not sound:
+            if crc32(content) != crc:
                 problem = f"is damaged: bytes {a:,} to {b:,} do not match their checksum in the manifest"
                 if name == DIRECTORY:
                     problem = f"its {name} does not match its checksum in the manifest"
@@ -252,7 +207,3 @@ class ChecksummedReader(WrappedReader):
             self.check(start, buffer)
         else:
             buffer[:] = self.read(start, end)
-
-
-def _reopen(inner: StorageSpec, checksums: Mapping[str, Checksums], structure: bool) -> ChecksummedStorage:
-    return ChecksummedStorage(connect(inner), checksums, structure=structure)

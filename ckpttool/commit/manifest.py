@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.budget import MEMORY, note_file, opening, spend
 from ckpttool.checksums import MAX_CHUNKS, MIN_CHUNK_BYTES, Checksums, crc32
 from ckpttool.commit import DIRTY, RESTORED_FROM, REVISION, has_manifest, split_directory
-from ckpttool.commit.signing import is_signed, signature
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import CkptError, ContainerError, LayoutError, PlanError
-from ckpttool.messages import brief
 from ckpttool.storage import MANIFEST, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from ckpttool.storage import Storage
 
 FORMAT = 2
@@ -31,8 +27,6 @@ MAX_BYTES = 1 << 28
 
 CHECKSUM = "manifest_crc32"
 """Field with the CRC-32 of all other fields."""
-SIGNATURE = "hmac_sha256"
-"""Field with the signature of all other fields except ``CHECKSUM``."""
 SINCE_CHECKSUM = "parent"
 """Field as old as ``CHECKSUM``: a manifest with this field and without the checksum is damaged."""
 
@@ -103,35 +97,19 @@ class Manifest:
         """Bytes of all files."""
         return sum(file.nbytes for file in self.files.values())
 
-    @property
-    def signed(self) -> bool:
-        """Whether the files have the SHA-256 of a signed save; the signature itself is not checked."""
-        return any(file.sha256 for file in self.files.values())
-
-    def to_json(self, key: bytes | None = None) -> bytes:
-        """Return the content of the manifest's file.
-
-        Args:
-            key: Key that signs the manifest; None for no signature.
-        """
+    def to_json(self) -> bytes:
+        """Return the content of the manifest's file."""
         files = {name: entry_of(file) for name, file in sorted(self.files.items())}
         without = {"files"} | ({"origin"} if self.origin is None else set())
         values = {k: v for k, v in _shallow(self).items() if k not in without}
         found = json.loads(json.dumps({"format": 1 if self.stage is not None else FORMAT, **values, "files": files}))
-        if key is not None:
-            found[SIGNATURE] = signature(_canonical(found), key)
         return json.dumps({**found, CHECKSUM: checksum(found)}, indent=1).encode()
 
 
 def checksum(found: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of a manifest's fields, including its signature."""
-    return crc32(_canonical(found, {CHECKSUM}))
-
-
-def _canonical(found: Mapping[str, Any], without: Collection[str] = (CHECKSUM, SIGNATURE)) -> bytes:
-    """Serialize a manifest's fields independently of white space and order."""
-    values = {k: v for k, v in found.items() if k not in without}
-    return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+    """Return the CRC-32 of a manifest's fields, independent of white space and order."""
+    values = {k: v for k, v in found.items() if k != CHECKSUM}
+    return crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
 def entry_of(file: Checksums) -> dict[str, Any]:
@@ -139,8 +117,6 @@ def entry_of(file: Checksums) -> dict[str, Any]:
     entry: dict[str, Any] = {"nbytes": file.nbytes, "chunk_bytes": file.chunk_bytes, "crc32": _packed(file.crcs)}
     if file.directory is not None:
         entry["directory"] = list(file.directory)
-    if file.sha256:
-        entry["sha256"] = base64.b64encode(b"".join(file.sha256)).decode()
     return entry
 
 
@@ -148,16 +124,15 @@ def _shallow(manifest: Manifest) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in Manifest.__dataclass_fields__}
 
 
-def read_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest:
+def read_manifest(storage: Storage, directory: str) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Args:
         storage: Storage of the checkpoint.
         directory: Directory of the checkpoint.
-        key: Key that the manifest must be signed with; None for no signature.
 
     Raises:
-        PlanError: The manifest is not signed with the key, or is of a later release.
+        PlanError: The manifest is of a later release.
         StorageError: The manifest is missing or cannot be read.
         LayoutError: The manifest is damaged.
     """
@@ -169,22 +144,15 @@ def read_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
             _check_size(storage, directory, path, reader.nbytes)
         data = reader.read(0, reader.nbytes)
     try:
-        manifest = parse_manifest(data)
-        found = {} if key is None else json.loads(data)
+        return parse_manifest(data)
     except _LaterError:
         problem = "was written by a later release of ckpttool"
         raise PlanError(path, problem, "upgrade ckpttool, or use plain DeepSpeed") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise LayoutError(path, "is not a manifest of ckpttool", "is it damaged? use another tag") from error
-    if key is not None:
-        _check_signature(path, found, manifest, key)
-        if not f"/{directory.rstrip('/').removesuffix(REPLACED)}".endswith(f"/{manifest.tag}"):
-            problem = f"was signed for the tag {brief(manifest.tag)}, but its directory has another name"
-            raise PlanError(path, problem, "the directory was renamed or copied: do not load it")
-    return manifest
 
 
-def find_manifest(storage: Storage, directory: str, key: bytes | None = None) -> Manifest | None:
+def find_manifest(storage: Storage, directory: str) -> Manifest | None:
     """Read the manifest of a checkpoint; of an engine that was saved with others, its part of the one above.
 
     Returns:
@@ -196,7 +164,7 @@ def find_manifest(storage: Storage, directory: str, key: bytes | None = None) ->
     above, name = commit_directory(storage, directory)
     if not has_manifest(storage, above):
         return None
-    manifest = read_manifest(storage, above, key)
+    manifest = read_manifest(storage, above)
     return manifest.of_engine(name) if name else manifest
 
 
@@ -206,18 +174,6 @@ def commit_directory(storage: Storage, directory: str) -> tuple[str, str]:
     if has_manifest(storage, directory) or not has_manifest(storage, above):
         return directory, ""
     return (above, name) if name in read_manifest(storage, above).engines else (directory, "")
-
-
-def _check_signature(path: str, found: Mapping[str, Any], manifest: Manifest, key: bytes) -> None:
-    signed = found.get(SIGNATURE)
-    if not isinstance(signed, str):
-        raise PlanError(path, "is not signed", "was it saved with CheckpointManager(sign_key=...)? do not load it")
-    if not is_signed(_canonical(found), signed, key):
-        problem = "is not signed with this key"
-        raise PlanError(path, problem, "it was changed or signed with another key: do not load it")
-    bare = next((n for n, f in manifest.files.items() if len(f.sha256) != len(f.crcs)), None)
-    if bare is not None:
-        raise PlanError(path, f"is signed, but has no SHA-256 of {bare}", "save it again with sign_key")
 
 
 def _check_size(storage: Storage, directory: str, path: str, nbytes: int) -> None:
@@ -351,11 +307,7 @@ def checksums_of(values: Mapping[str, Any]) -> Checksums:
         if not (0 <= start <= nbytes and 0 <= crc < 1 << 32):
             raise ValueError("the directory is outside its file")
         directory = start, crc
-    digests = base64.b64decode(values.get("sha256", ""), validate=True)
-    if digests and len(digests) != 32 * count:
-        raise ValueError("as many SHA-256 as chunks")
-    sha256 = tuple(digests[n : n + 32] for n in range(0, len(digests), 32))
-    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw), directory, sha256)
+    return Checksums(nbytes, size, struct.unpack(f"<{count}I", raw), directory)
 
 
 def _packed(crcs: tuple[int, ...]) -> str:

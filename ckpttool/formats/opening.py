@@ -252,20 +252,17 @@ def _each(open_: Callable[[str], Checkpoint], path: str) -> list[Checkpoint]:
         return [open_(one) for one in error.directories]
 
 
-def open_whole(
-    storage: Storage, path: str, *, key: bytes | None = None, committed: bool = False, module_only: bool = False
-) -> Checkpoint:
-    """Open a complete checkpoint; with a key, all later reads are compared with its signed manifest.
+def open_whole(storage: Storage, path: str, *, committed: bool = False, module_only: bool = False) -> Checkpoint:
+    """Open a complete checkpoint.
 
     Args:
         storage: Its storage.
         path: The directory of its tag.
-        key: Require a manifest signed with this key.
         committed: Require a manifest.
         module_only: As for ``open_checkpoint``.
 
     Raises:
-        PlanError: The manifest is missing, or not signed with that key.
+        PlanError: The manifest is missing.
         CkptError: The checkpoint is incomplete or damaged; tensor bytes are not checked.
     """
     if is_half_removed(storage, path):
@@ -273,10 +270,6 @@ def open_whole(
     if committed and not is_commit(storage, _of_commit(storage, path)):
         problem = "has no manifest: ckpttool did not finish saving it, or the manifest was removed"
         raise PlanError(path, problem, "choose another tag, or restore without require_committed")
-    if key is not None:
-        from ckpttool.commit.checksummed import signed_storage  # few checkpoints are signed
-
-        storage = signed_storage(storage, path, key)
     return open_checkpoint(path, storage=storage, module_only=module_only)
 
 
@@ -450,11 +443,8 @@ def _as_saved(checkpoint: Checkpoint, checked: ChecksummedStorage, report: Repor
             file = replace(file, records=chunk_records(sums))
         files.append(file)
     manifest = checked.manifest
-    if manifest is None:
-        return replace(checkpoint, storage=checked.inner.spec, files=tuple(files))
     return replace(
         checkpoint,
-        storage=checked.inner.spec,
         files=tuple(files),
         batch=manifest.batch,
         attempt=manifest.attempt,

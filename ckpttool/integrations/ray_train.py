@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool import _RayTrainCheckpointsRestoreOptions
-    from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport, SaveReport
     from ckpttool.integrations.live.run import Run
     from ckpttool.saving.coordination import Ranks
@@ -90,8 +89,6 @@ class RayTrainCheckpoints:
         grace: Seconds after which the unfinished directory of a killed worker is removed, counted from the newest of
             its files.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
-            itself; a path names the file that contains it, "env:NAME" an environment variable. The same on every rank.
 
     Raises:
         PlanError: This process is not a worker of Ray Train V2.
@@ -105,12 +102,11 @@ class RayTrainCheckpoints:
         timeout: float = TIMEOUT,
         grace: float = GRACE,
         allow: Collection[str] = (),
-        sign_key: Key | None = None,
     ) -> None:
         self._run = RayRun()
         self._grace = grace
         self._timeout = timeout
-        self._allow, self._sign_key = allow, sign_key
+        self._allow = allow
         if not blocking:
             at_end(self.finish, self._abandon)
         self._manager = CheckpointManager(
@@ -121,7 +117,6 @@ class RayTrainCheckpoints:
             storage=self._run.storage,
             on_save=self._note,
             allow=allow,
-            sign_key=sign_key,
         )
         self._pending: tuple[str, dict[str, Any], Any] | None = None
         """Directory, metrics and validation of the save that is to be reported."""
@@ -277,7 +272,6 @@ class RayTrainCheckpoints:
         scheduler: Any = True,
         extra: Mapping[str, Any] | None = None,
         require_committed: bool = False,
-        require_signed: bool = False,
         staged: bool = True,
         **given: Unpack[_RayTrainCheckpointsRestoreOptions],
     ) -> dict[str, Any] | None:
@@ -303,7 +297,6 @@ class RayTrainCheckpoints:
             extra: Of a torch model, the other objects that were saved, by name; a GradScaler also gets the loss scale
                 of DeepSpeed.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
-            require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             staged: Whether to read the new state into host memory beside the run's; see ``CheckpointManager.restore``.
 
         Returns:
@@ -322,7 +315,6 @@ class RayTrainCheckpoints:
             staged=staged,
             allow=tuple(self._allow),
             committed=require_committed,
-            signed=require_signed,
             given=values_of("RayTrainCheckpoints.restore", given),
         )
         run = run_of(engine, optimizer, scheduler, extra=extra)
@@ -341,9 +333,7 @@ class RayTrainCheckpoints:
             storage, root = storage_of(given.filesystem), url_of(given.filesystem, given.path)
         else:
             storage, root = open_storage(str(given)), str(given)
-        manager = CheckpointManager(
-            root, timeout=self._timeout, storage=storage, allow=self._allow, sign_key=self._sign_key
-        )
+        manager = CheckpointManager(root, timeout=self._timeout, storage=storage, allow=self._allow)
         search = partial(_candidates, manager.source, manager.root)
         found = manager.begin_restore(run, search, options, root=manager.root)
         state = manager.restore_first(found, run, options, fall_back=len(found) > 1)

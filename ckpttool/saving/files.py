@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import posixpath
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
@@ -248,42 +247,6 @@ class Archives(OutgoingFile):
 def aligned(nbytes: int) -> int:
     """Return a size with padding to the alignment of the archives in a file."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-class HashedFile(OutgoingFile):
-    """Wraps a file, and computes the SHA-256 of each chunk in the same pass."""
-
-    def __init__(self, inner: OutgoingFile) -> None:
-        super().__init__(inner.name)
-        self._inner = inner
-        self._digests: tuple[bytes, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the wrapped file in bytes."""
-        return self._inner.nbytes
-
-    @property
-    def checksums(self) -> Checksums:
-        """Checksums of the file; known when ``stream`` has ended."""
-        return self._inner.checksums._replace(sha256=self._digests)
-
-    def stream(self, mapped: Mapper = map) -> Iterator[bytes | memoryview]:
-        """Yield all bytes of the file, in order."""
-        size, at, current = chunk_bytes(self.nbytes), 0, hashlib.sha256()
-        digests: list[bytes] = []
-        for data in self._inner.stream(mapped):
-            view = memoryview(data)
-            for start, end in cuts(at, at + len(view), size):
-                current.update(view[start - at : end - at])
-                if end % size == 0:
-                    digests.append(current.digest())
-                    current = hashlib.sha256()
-            at += len(view)
-            yield data
-        if at % size:
-            digests.append(current.digest())
-        self._digests = tuple(digests)
 
 
 def _hash(size: int, placed: tuple[int, Payload]) -> list[Hashed]:

@@ -30,7 +30,7 @@ from ckpttool.formats.unfinished import saved_by_another
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.claim import Claim
 from ckpttool.saving.coordination import RankError
-from ckpttool.saving.files import HashedFile, put_new
+from ckpttool.saving.files import put_new
 from ckpttool.storage import LATEST, MANIFEST, MARK, find_text, is_linked
 from ckpttool.units import format_size
 
@@ -115,8 +115,6 @@ class Request:
     root_files: Mapping[str, bytes] = field(default_factory=dict)
     """Files of the root that this rank writes before the commit, by path relative to the root; existing ones are
     replaced."""
-    sign_key: bytes | None = field(default=None, repr=False)
-    """Key that signs the manifest; None for no signature."""
 
 
 def save(
@@ -136,8 +134,8 @@ def save(
         storage: Storage of the checkpoint.
         root: The directory of all checkpoints.
         ranks: The ranks of the run.
-        request: The checkpoint. Tag, step and ``sign_key`` must be the same on all ranks; ``root_files`` are each
-            rank's own; other fields count on rank 0.
+        request: The checkpoint. Tag and step must be the same on all ranks; ``root_files`` are each rank's own; other
+            fields count on rank 0.
         files: The files of this rank.
         failed: Error of this rank that makes the save fail.
         records: What extensions add to the manifest; their messages are made while the files are written.
@@ -228,12 +226,11 @@ def _write(
         claim.wait(attempt)
     else:
         claim.check()
-    outgoing = _outgoing(request, files)
-    sums = rank_files.write_files(storage, claim.directory, outgoing, claim.check, ranks.check_others)
+    sums = rank_files.write_files(storage, claim.directory, files, claim.check, ranks.check_others)
     if request.root_files:
         claim.check()
         _write_root_files(storage, claim.root, request.root_files)
-    return {"files": {file.name: entry_of(one) for file, one in zip(outgoing, sums, strict=True)}}
+    return {"files": {file.name: entry_of(one) for file, one in zip(files, sums, strict=True)}}
 
 
 def _finish(
@@ -255,13 +252,9 @@ def _finish(
     try:
         files = {name: checksums_of(one) for result in results for name, one in result["files"].items()}
         if index is not None:
-            last = _outgoing(request, index.files())
+            last = index.files()
             sums = rank_files.write_files(storage, claim.directory, last, claim.check)
             files |= {file.name: one for file, one in zip(last, sums, strict=True)}
-        unsigned = next((name for name, sums in files.items() if len(sums.sha256) != len(sums.crcs)), None)
-        if request.sign_key is not None and unsigned is not None:
-            problem = f"no rank computed the SHA-256 of {unsigned}"
-            raise RankError(claim.directory, problem, "give all ranks the same sign_key")
         _write_sidecars(storage, claim.root, request.sidecars)
         claim.check()
         named = find_text(storage, latest)
@@ -269,7 +262,7 @@ def _finish(
         added = [one.fields([result["records"][n] for result in results]) for n, one in enumerate(records)]
         own = {name: {k: v for one in added for k, v in one.get(name, {}).items()} for name in ("", *request.engines)}
         engines = {name: {**facts, **own[name]} for name, facts in request.engines.items()}
-        manifest = Manifest(**fields, **own[""], files=files, engines=engines).to_json(request.sign_key)
+        manifest = Manifest(**fields, **own[""], files=files, engines=engines).to_json()
         put_new(storage, posixpath.join(claim.directory, MANIFEST), manifest)
         # A process that takes over first replaces the marker, then looks for a manifest.
         claim.check()
@@ -288,11 +281,6 @@ def _finish(
         raise
     claim.commit()  # the checkpoint is committed even if this fails
     return fields
-
-
-def _outgoing(request: Request, files: Sequence[OutgoingFile]) -> Sequence[OutgoingFile]:
-    """Return files to write, with their SHA-256 if the save is signed."""
-    return files if request.sign_key is None else [HashedFile(file) for file in files]
 
 
 def _manifest_fields(request: Request, attempt: str, ranks: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckpttool.checksums import of_bytes
 from ckpttool.commit.checksummed import ChecksummedStorage
+from ckpttool.commit.manifest import Manifest
 from ckpttool.errors import ContainerError
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from ckpttool.checksums import Checksums
     from ckpttool.storage import Reader
 
 CHUNK = 16
@@ -29,6 +31,11 @@ SUMS = of_bytes(DATA, CHUNK)
 def path(tmp_path: Path) -> str:
     (tmp_path / "file").write_bytes(DATA)
     return str(tmp_path / "file")
+
+
+def _storage(path: str, sums: Checksums = SUMS) -> ChecksummedStorage:
+    directory, name = os.path.split(path)
+    return ChecksummedStorage(LOCAL, directory, Manifest("t", 1, 0.0, "", 1, 2, files={name: sums}))
 
 
 def _into(reader: Reader, start: int, end: int) -> bytes:
@@ -56,7 +63,7 @@ def _ranges() -> Iterator[tuple[int, int]]:
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_ranges_at_the_edges_of_chunks(path: str, way: Callable[..., bytes]) -> None:
     for a, b in _ranges():
-        storage = ChecksummedStorage(LOCAL, {path: SUMS})
+        storage = _storage(path)
         with storage.open(path) as reader:
             assert way(storage, reader, a, b) == DATA[a:b]
             assert way(storage, reader, a, b) == DATA[a:b]  # when it was found sound
@@ -70,7 +77,7 @@ def test_flipped_byte_anywhere_is_found_before_it_is_used(path: str, way: Callab
             os.pwrite(file.fileno(), bytes([DATA[at] ^ 4]), at)
         chunk = at // CHUNK
         for a, b in [(at, at + 1), (0, len(DATA)), (chunk * CHUNK, min(len(DATA), chunk * CHUNK + 1))]:
-            storage = ChecksummedStorage(LOCAL, {path: SUMS})
+            storage = _storage(path)
             with storage.open(path) as reader, pytest.raises(ContainerError, match="is damaged") as caught:
                 way(storage, reader, a, b)
             first, last = chunk * CHUNK, min(len(DATA), chunk * CHUNK + CHUNK)
@@ -89,7 +96,7 @@ def test_any_reads_one_after_the_other(
     path = str(tmp_path_factory.getbasetemp() / "any")
     with open(path, "wb") as file:
         file.write(DATA)
-    storage = ChecksummedStorage(LOCAL, {path: SUMS})
+    storage = _storage(path)
     with storage.open(path) as reader:
         for way, start, length in reads:
             end = min(len(DATA), start + length)
@@ -97,7 +104,7 @@ def test_any_reads_one_after_the_other(
 
 
 def test_another_size_is_found_when_it_is_opened(path: str) -> None:
-    storage = ChecksummedStorage(LOCAL, {path: SUMS})
+    storage = _storage(path)
     os.truncate(path, len(DATA) - 1)
     with refused(ContainerError):
         storage.open(path)
@@ -105,7 +112,7 @@ def test_another_size_is_found_when_it_is_opened(path: str) -> None:
 
 def test_other_files_are_read_as_they_are(path: str, tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"other")
-    storage = ChecksummedStorage(LOCAL, {path: SUMS})
+    storage = _storage(path)
     with storage.open(str(tmp_path / "other")) as other, storage.open(path) as reader:
         assert storage.read_all([(other, 1, 3), (reader, 20, 30), (other, 0, 5)]) == [b"th", DATA[20:30], b"other"]
     assert storage.read_text(str(tmp_path / "other")) == "other"
@@ -115,6 +122,6 @@ def test_other_files_are_read_as_they_are(path: str, tmp_path: Path) -> None:
 def test_empty_file(tmp_path: Path) -> None:
     path = str(tmp_path / "empty")
     open(path, "wb").close()
-    with ChecksummedStorage(LOCAL, {path: of_bytes(b"")}).open(path) as reader:
+    with _storage(path, of_bytes(b"")).open(path) as reader:
         assert reader.read(0, 0) == b""
         reader.read_into(0, memoryview(bytearray()))

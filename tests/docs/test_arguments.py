@@ -28,7 +28,7 @@ SHARED = {
     "consolidate": ("ray",),
     "load": ("strict", "weights_only"),
     "CheckpointManager": ("allow",),
-    "CheckpointManager.restore": ("require_committed", "require_signed", "optimizer", "scheduler"),
+    "CheckpointManager.restore": ("require_committed", "optimizer", "scheduler"),
 }
 """Arguments that several functions have, and the function whose text is that of all."""
 OTHER_MEANING = {

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.catalog.restore_order import candidates
+from ckpttool.checksums import of_bytes
 from ckpttool.commit import is_commit
-from ckpttool.commit.checksummed import ChecksummedStorage
-from ckpttool.commit.manifest import CHECKSUM, parse_manifest, read_manifest
+from ckpttool.commit.manifest import CHECKSUM, checksum, parse_manifest, read_manifest
 from ckpttool.containers import torch_zip
-from ckpttool.errors import CkptError
+from ckpttool.errors import ChecksumError, CkptError
 from ckpttool.formats import open_whole
 from ckpttool.saving import files as rank_files
 from ckpttool.saving.files import HostPayload, PlainFile, write_files
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ckpttool.storage import Storage, WritableStorage
 
 SIDECARS = {"zero_to_fp32.py": b"# a script\n"}
+OF_SIGNATURE = ("hmac_sha256", "sha256")
+"""Fields of the manifest of a save that release 0.1.0 signed."""
 Version = dict[str, bytes]
 """The files of a checkpoint."""
 
@@ -98,6 +100,16 @@ class Described:
         return [self._file]
 
 
+def sign(directory: Path) -> None:
+    """Give a manifest the fields of a signed save; their values do not matter, because nothing compares them."""
+    found = json.loads((directory / MANIFEST).read_text())
+    found["hmac_sha256"] = 64 * "0"
+    for file in found["files"].values():
+        file["sha256"] = 43 * "A" + "="
+    found[CHECKSUM] = checksum(found)
+    (directory / MANIFEST).write_text(json.dumps(found, indent=1))
+
+
 class Intercepted:
     """A storage whose files a save writes by way of a test.
 
@@ -124,20 +136,19 @@ rank_files.write_files = _write_files  # type: ignore[assignment]  # a test that
 
 
 def content(storage: Storage, path: str) -> Version:
-    """The files of a whole checkpoint, read past the manifest's checksums.
+    """The files of a whole checkpoint, compared with the checksums of its manifest.
 
     Raises:
         CkptError: It is not whole.
     """
     names = [name for name, _ in walk(storage, path) if name not in {MANIFEST, MARK}]
-    if is_commit(storage, path):
-        manifest = read_manifest(storage, path)
-        storage = ChecksummedStorage(storage, {posixpath.join(path, n): s for n, s in manifest.files.items()})
-        names = list(manifest.files)
+    saved = read_manifest(storage, path).files if is_commit(storage, path) else {}
     found = {}
-    for name in names:
+    for name in saved or names:
         with storage.open(posixpath.join(path, name)) as reader:
             found[name] = bytes(reader.read(0, reader.nbytes))
+        if name in saved and of_bytes(found[name], saved[name].chunk_bytes)[:3] != saved[name][:3]:
+            raise ChecksumError(posixpath.join(path, name), "differs from its manifest", "")
     return found
 
 

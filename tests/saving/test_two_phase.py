@@ -16,7 +16,7 @@ from ckpttool.catalog.restore_order import candidates
 from ckpttool.catalog.retention import Rules
 from ckpttool.checksums import crc32
 from ckpttool.commit.manifest import REPLACED, Manifest, read_manifest
-from ckpttool.errors import CkptError, ContainerError, StorageError
+from ckpttool.errors import CkptError, ContainerError, PlanError, StorageError
 from ckpttool.formats import open_whole
 from ckpttool.formats.scan import scan
 from ckpttool.saving import two_phase
@@ -141,6 +141,15 @@ def test_a_save_that_cannot_begin_waits_for_its_records(root: str) -> None:
     with pytest.raises(CkptError):
         save(LOCAL, root, Alone(), Request("a", 1, 2), part(version(1), 0, 1), records=[record])
     assert record.threads
+
+
+def test_a_missing_manifest_is_refused_if_required(root: str) -> None:
+    put(root, "t", 1)
+    open_whole(LOCAL, f"{root}/t", committed=True)
+    os.unlink(f"{root}/t/{MANIFEST}")
+    open_whole(LOCAL, f"{root}/t")
+    with refused(PlanError):
+        open_whole(LOCAL, f"{root}/t", committed=True)
 
 
 def test_tag_that_is_there_is_refused_on_every_rank(root: str, together: Callable[..., list[crew.Outcome]]) -> None:

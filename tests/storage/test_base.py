@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.formats import open_checkpoint
 from ckpttool.plan.builder import source_files
 from ckpttool.storage import LOCAL, LOCAL_SPEC, connect, open_storage
@@ -38,13 +37,6 @@ def test_opened_again_a_confined_storage_has_the_same_bases() -> None:
     again = connect(_again(storage.spec))  # type: ignore[arg-type]
     assert isinstance(again, ConfinedStorage)
     assert again.bases == storage.bases
-
-
-def test_opened_again_a_checksummed_storage_has_the_same_checksums() -> None:
-    storage = ChecksummedStorage(LOCAL, {})
-    again = connect(_again(storage.spec))  # type: ignore[arg-type]
-    assert isinstance(again, ChecksummedStorage)
-    assert (again.inner, again.checksums) == (LOCAL, {})
 
 
 def test_bucket(s3: Bucket) -> None:

@@ -63,7 +63,7 @@ class Thin:
             options: Fields of ``ThinOptions``.
 
         Raises:
-            CkptError: It is damaged, of another format, or signed with another key or without the key.
+            CkptError: It is damaged or of another format.
         """
         from ckpttool.extensions.thinning.replacement import ThinOptions, plan_thinning  # few runs need it
 

@@ -14,7 +14,6 @@ Killed before the commit, the next run removes the new files; killed after it, t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import posixpath
 import secrets
@@ -33,7 +32,7 @@ from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of, mode_of_file
 from ckpttool.execution.run import MEMORY, Output, run
 from ckpttool.extensions.thinning.plan import plan_thin
-from ckpttool.formats import open_checkpoint, open_whole
+from ckpttool.formats import open_checkpoint
 from ckpttool.formats.chunk_index import CHUNK_INDEX
 from ckpttool.formats.dcp import METADATA, SHARD, THIN_METADATA
 from ckpttool.formats.fields import raise_at_once
@@ -74,8 +73,6 @@ class ThinOptions:
     """Threads; None for the default of the storage."""
     memory: int = field(default=MEMORY)
     """Bytes of parts in flight."""
-    key: bytes | None = field(default=None, repr=False)
-    """Key of signed manifests: the old one must have been signed with it, and the new one is."""
     grace: float = GRACE
     """Seconds after which another machine's marker counts as left by a killed process."""
 
@@ -137,20 +134,12 @@ def plan_thinning(storage: Storage, path: str, options: ThinOptions) -> Thinning
     Args:
         storage: Its storage, for reading.
         path: Its directory, or a trainer's ``checkpoint-N`` with it.
-        options: Type of the weights, and the key.
+        options: Type of the weights, and how it works.
 
     Raises:
-        CkptError: The checkpoint is damaged, is of another format, or is signed with another key or without
-            the key.
+        CkptError: The checkpoint is damaged or of another format.
     """
     checkpoint = open_checkpoint(path, storage=storage)
-    if is_commit(storage, checkpoint.location):
-        signed = read_manifest(storage, checkpoint.location).signed
-        if signed and options.key is None:
-            problem = "is signed: thinned without the key, it would lose its signature"
-            raise PlanError(checkpoint.location, problem, "pass sign_key, or pin it", ("sign_key",))
-        if signed:
-            checkpoint = open_whole(storage, checkpoint.location, key=options.key)
     if is_linked(storage, path, checkpoint.location):
         raise PlanError(checkpoint.location, "is reached through a link", "thin the target of the link")
     if checkpoint.stage is None and checkpoint.format != "dcp":
@@ -213,7 +202,8 @@ class _Work:
             old = old_files(self.checkpoint, names)
             self._claim(old)
             try:
-                sums = self._read_back(self._write())
+                sums = self._write()
+                self._read_back(sums)
                 selected = self.thinning.plan.selection.states
                 digest = same_weights(self.checkpoint, selected, self._written(sums), self.options.jobs)
                 files = {name: own for name, own in manifest.files.items() if name not in old} | sums
@@ -232,7 +222,7 @@ class _Work:
     def _old_manifest(self, names: Mapping[str, Any]) -> Manifest:
         """Return the manifest to replace, or one for a checkpoint that has none."""
         if MANIFEST in names:
-            return read_manifest(self.storage, self.directory)  # ``plan_thinning`` has compared its signature
+            return read_manifest(self.storage, self.directory)
         c = self.checkpoint
         newest = max((entry.modified or 0.0 for entry in names.values()), default=0.0)
         return Manifest(
@@ -300,38 +290,29 @@ class _Work:
             raise LayoutError(self.directory, "has lost its thin metadata", "was it removed meanwhile? try again")
         return found
 
-    def _read_back(self, written: Mapping[str, Checksums]) -> dict[str, Checksums]:
-        """Compare the written files with their checksums; return these, with SHA-256 for a signature.
-
-        The values of weights are compared by their digest.
+    def _read_back(self, written: Mapping[str, Checksums]) -> None:
+        """Compare the written files with their checksums; the values of weights are compared by their digest.
 
         Raises:
             CkptError: A file differs.
         """
-        found = dict(written)
         self.storage.refresh([])
         for name, sums in written.items():
-            if name.endswith((SUFFIX, SHARD)) and self.options.key is None:
+            if name.endswith((SUFFIX, SHARD)):
                 continue
             path = posixpath.join(self.directory, name)
-            sha256 = []
             with self.storage.open(path) as reader:
                 for (start, end), crc in zip(cuts(0, sums.nbytes, sums.chunk_bytes), sums.crcs, strict=True):
-                    data = reader.read(start, end)
-                    if crc32(data) != crc:
+                    if crc32(reader.read(start, end)) != crc:
                         problem = "does not hold the bytes that were written"
                         raise ChecksumError(path, problem, "a disk may be failing: try again")
-                    sha256.append(hashlib.sha256(data).digest())
-            if self.options.key is not None:
-                found[name] = sums._replace(sha256=tuple(sha256))
-        return found
 
     def _commit(self, manifest: Manifest, names: Mapping[str, Any]) -> None:
         self._check_ours()
         if find_pin(self.storage, self.directory) is not None:
             raise PinnedError(self.directory)
         old = names.get(MANIFEST)
-        data = manifest.to_json(self.options.key)
+        data = manifest.to_json()
         path = posixpath.join(self.directory, MANIFEST)
         over = None if old is None else old.version
         if not self.storage.put_new(path, data, over=over, mode=mode_of(self.checkpoint)):

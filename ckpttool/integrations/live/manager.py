@@ -17,8 +17,7 @@ from ckpttool.catalog.retention import GRACE, Rules, format_best
 from ckpttool.commit import is_commit
 from ckpttool.commit.manifest import read_manifest
 from ckpttool.commit.marks import state_of
-from ckpttool.commit.signing import read_key
-from ckpttool.errors import ArgumentError, CkptError, LayoutError, LinkError, PlanError, StorageError
+from ckpttool.errors import CkptError, LayoutError, LinkError, PlanError, StorageError
 from ckpttool.formats import Opening, open_whole
 from ckpttool.formats.layouts import Place
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpttool import _CheckpointManagerOptions, _CheckpointManagerRestoreOptions
-    from ckpttool.commit.signing import Key
     from ckpttool.integrations.live.report import LoadReport
     from ckpttool.integrations.live.request import KnownEngines
     from ckpttool.integrations.live.run import Captured, Ready, Run
@@ -93,8 +91,6 @@ class CheckpointManager:
             For ``restore``.
         allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
         provenance: Whether manifests record the git revision and the checkpoint that the run was restored from.
-        sign_key: Key that signs saves: SHA-256 of all files, and an HMAC-SHA256 over the manifest. Bytes are the key
-            itself; a path names the file that contains it, "env:NAME" an environment variable. The same on every rank.
         storage: Storage of the root, if the caller has it open; default: opened by the URL of the root.
 
     Raises:
@@ -119,7 +115,6 @@ class CheckpointManager:
         follow_links: bool = False,
         allow: Collection[str] = (),
         provenance: bool = True,
-        sign_key: Key | None = None,
         storage: WritableStorage | None = None,
         **given: Unpack[_CheckpointManagerOptions],
     ) -> None:
@@ -136,7 +131,6 @@ class CheckpointManager:
             (action,) = carry_out("CheckpointManager", given) or (None,)
             rules = (keep_last, keep_every, best, keep_for, action)
             self._rules = None if all(rule is None for rule in rules) else Rules(*rules)
-            self._key = read_key(sign_key)
             check_choice("layout", layout, tuple(LAYOUTS))
             self._signals = SignalWatch(signals)
         except Exception:
@@ -326,7 +320,6 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None = None,
         dry_run: bool = False,
         require_committed: bool = False,
-        require_signed: bool = False,
         staged: bool = True,
         **given: Unpack[_CheckpointManagerRestoreOptions],
     ) -> dict[str, Any] | None:
@@ -353,7 +346,6 @@ class CheckpointManager:
             dry_run: Report the result of a load, without reading weights or changing the engine. ``restored`` gets the
                 report of the planned restore.
             require_committed: Fail if the newest checkpoint has no manifest, like DeepSpeed's own saves.
-            require_signed: Accept only checkpoints signed with ``sign_key``, and compare the SHA-256 of all bytes read.
             staged: Whether to read the new state into host memory beside the run's; see ``ckpttool.load``. With False,
                 a damaged checkpoint leaves the run half loaded; the next older one then overwrites all of it.
 
@@ -373,7 +365,6 @@ class CheckpointManager:
             staged=staged,
             allow=self._allow,
             committed=require_committed,
-            signed=require_signed,
             given=values_of("CheckpointManager.restore", given),
         )
         self.wait()
@@ -407,9 +398,6 @@ class CheckpointManager:
 
     def _check_restored(self, run: Run, options: LoadOptions, known: KnownEngines | None) -> None:
         """Check that this rank can restore."""
-        if options.signed and self._key is None:
-            problem = "needs a key to compare signatures with"
-            raise ArgumentError("require_signed", problem, "pass sign_key to the manager")
         run.check(options)
         check_known(run.objects, known)
 
@@ -430,8 +418,7 @@ class CheckpointManager:
         self.restored = None
         wanted = () if options.weights_only else tuple(run.objects)
         ranks, storage = self._ranks, self.source
-        key = self._key if options.signed else None
-        open_ = partial(open_whole, key=key, committed=options.committed, module_only=options.weights_only)
+        open_ = partial(open_whole, committed=options.committed, module_only=options.weights_only)
         first: CkptError | None = None
         thin = half = False
         for path in found:
@@ -526,7 +513,7 @@ class CheckpointManager:
             unknown = [captured.unknown[f] for f in captured.unknown if ranks.rank == 0 or is_rank_state(f)]
             if names := list(dict.fromkeys(name for classes in unknown for name in classes)):
                 LOG.warning("%s: restore needs CheckpointManager(..., allow=%s) to build objects", request.tag, names)
-            request = replace(request, sidecars=captured.root_files, sign_key=self._key)
+            request = replace(request, sidecars=captured.root_files)
             manifest = two_phase.save(
                 self._storage,
                 root,
@@ -568,7 +555,7 @@ class CheckpointManager:
         self._notify(report)
         if error is None and ranks.rank == 0:
             try:
-                maintain(self._storage, root, self._rules, grace=self._grace, key=self._key)
+                maintain(self._storage, root, self._rules, grace=self._grace)
             except Exception:  # the save is committed all the same
                 LOG.exception("old checkpoints were not removed")
         return report

@@ -46,8 +46,6 @@ class LoadOptions:
     """Trusted classes: a load builds their objects, which runs their code."""
     committed: bool = False
     """Whether a restore refuses checkpoints without a manifest."""
-    signed: bool = False
-    """Whether a restore refuses manifests that are not signed with the manager's key."""
     given: Mapping[str, Any] = field(default_factory=dict)
     """Options of extensions by name."""
 
@@ -64,8 +62,7 @@ class LoadOptions:
 
     def agreed(self) -> dict[str, Any]:
         """Return the options that must be the same on all ranks, for ``Ranks.begin``."""
-        names = ["strict", "weights_only", "optimizer", "scheduler", "dry_run", "staged", "check"]
-        names += ["committed", "signed"]
+        names = ["strict", "weights_only", "optimizer", "scheduler", "dry_run", "staged", "check", "committed"]
         return {**{name: getattr(self, name) for name in names}, **self.given, "allow": sorted(self.allow)}
 
     @property

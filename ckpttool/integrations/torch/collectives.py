@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ckpttool.arguments import check_installed
-from ckpttool.commit.checksummed import ChecksummedStorage
 from ckpttool.errors import CkptError, LayoutError, PlanError
 from ckpttool.execution.checks import FRAGMENT
 from ckpttool.execution.sources import Sources
 from ckpttool.plan.builder import source_files
 from ckpttool.saving.coordination import TIMEOUT, Alone, Attempt, Ranks, attempt
 from ckpttool.saving.pulse import BEAT, Pulse
-from ckpttool.storage import LOCAL_SPEC, connect
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -138,8 +137,6 @@ def unexpected_is_damage(what: str) -> Iterator[None]:
 def open_together(path: str, storage: Storage, open_source: Callable[[], Checkpoint], ranks: Ranks) -> Checkpoint:
     """Open a checkpoint on the first rank and broadcast its layout, so that each file is opened once.
 
-    If it was opened with the key of its signature, all reads are compared with the checksums that were signed.
-
     Args:
         path: The checkpoint's name in errors.
         storage: This rank's own storage object, with its own connections.
@@ -156,17 +153,11 @@ def open_together(path: str, storage: Storage, open_source: Callable[[], Checkpo
     if ranks.rank == 0:
         opened = attempt(unexpected_is_damage(path)(open_source))
     ranks.on_first(path, opened.check)
-    shared = [None if opened.value is None else _without_storage(opened.value)]
+    # Without the options of this rank's storage.
+    shared = [None if opened.value is None else replace(opened.value, storage=LOCAL_SPEC)]
     if ranks.size > 1:
         dist.broadcast_object_list(shared)  # all ranks are ready
-    checkpoint, checksums = cast("tuple[Checkpoint, Any]", shared[0])
-    own = storage if checksums is None else ChecksummedStorage(storage, checksums)
-    return replace(checkpoint, storage=own.spec)
-
-
-def _without_storage(checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
-    """Return a checkpoint without the options of this rank's storage, and the checksums that were signed, or None."""
-    return replace(checkpoint, storage=LOCAL_SPEC), getattr(connect(checkpoint.storage), "checksums", None)
+    return replace(cast("Checkpoint", shared[0]), storage=storage.spec)
 
 
 def check_on_all_ranks(checks: ReadChecks, checkpoint: Checkpoint, ranks: Ranks) -> None:

@@ -33,7 +33,7 @@ from tests.catalog.torch_runs import assert_equal, assert_loads, loaded_by_torch
 from tests.faults.disks import CHANGES, READS, Fault, Machine, install
 from tests.faults.power_failure import PowerFailure, build
 from tests.saving import crew
-from tests.saving.checkpoints import save_version, version
+from tests.saving.checkpoints import OF_SIGNATURE, save_version, sign, version
 from tests.truth import NAMES, source, tag_directory, truth
 from tests.wording import refused
 
@@ -206,18 +206,6 @@ def test_thin_weights_of_fp64_keep_their_type_beside_fp32(tmp_path: Path) -> Non
     assert_equal(other.state_dict(), model.state_dict())
 
 
-def test_signed_checkpoints_without_the_key_fail_a_prune(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 3)
-    for step in (1, 2, 3):
-        ckpttool.CheckpointManager(tmp_path, sign_key=b"k" * 32).save(model, optimizer=False, step=step)
-    for dry_run in (True, False):
-        with refused(PruneError) as caught:
-            ckpttool.prune(tmp_path, keep_last=1, thin="bf16", dry_run=dry_run)
-        assert [one.keep for one in caught.value.decisions] == [True] * 3
-    with refused(CkptError):
-        ckpttool.prune(tmp_path, keep_last=1, thin="bf16", sign_key="env:CKPTTOOL_NO_SUCH_KEY")
-
-
 def _saved_by_torch(root: Path, step: int, *, accelerate: bool) -> dict[str, torch.Tensor]:
     """Save a run with ``dcp.save``, in one directory or in the two of Accelerate; return its weights."""
     model, optimizer = trained()
@@ -382,19 +370,15 @@ def test_two_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ckpttool.inspect(tmp_path / "step1").thin
 
 
-def test_signed_checkpoints_need_the_key_and_stay_signed(tmp_path: Path) -> None:
-    from ckpttool.saving.two_phase import Request, save
-    from tests.saving.checkpoints import part
-
-    key = b"k" * 32
-    save(LOCAL, str(tmp_path), Alone(), Request("step1", 1, 2, sign_key=key), part(version(0), 0, 1))
-    with refused(CkptError):
-        _thin(tmp_path / "step1")
-    with refused(CkptError):
-        _thin(tmp_path / "step1", ThinOptions(dtype="bf16", key=b"x" * 32))
-    _thin(tmp_path / "step1", ThinOptions(dtype="bf16", key=key))
-    assert read_manifest(LOCAL, str(tmp_path / "step1"), key).thin == "bf16"
+def test_a_signed_checkpoint_loses_its_signature(tmp_path: Path) -> None:
+    """It was of the whole checkpoint."""
+    save_version(LOCAL, str(tmp_path), Alone(), "step1", 0)
+    sign(tmp_path / "step1")
+    _thin(tmp_path / "step1")
+    manifest = tmp_path / "step1" / MANIFEST
+    assert not any(field in manifest.read_text() for field in OF_SIGNATURE)
     assert ckpttool.inspect(tmp_path / "step1").thin
+    assert ckpttool.verify(tmp_path / "step1", deep=True).findings == ()
 
 
 # ------------------------------------------------------------------------------------------------- crashes
@@ -464,8 +448,9 @@ def test_a_crash_at_every_operation_loses_nothing(
     names = machine.names[0]
     assert {"create", "pwrite", "fsync", "rename", "unlink"} <= set(names)
     seen: set[tuple[str, bool]] = set()
-    tried = 0
-    for number, fault in enumerate(sampling.some(_faults(names), 16, key=f"thin: {kind}"), 1):
+    tried, every = 0, [*_faults(names)]
+    removal = next(fault for fault in reversed(every) if fault.how == "before")  # after the commit
+    for number, fault in enumerate([*sampling.some(every, 16, key=f"thin: {kind}"), removal], 1):
         outcome = attempt(root := fresh(number), fault)
         tried += 1
         assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)
