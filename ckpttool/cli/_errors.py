@@ -126,6 +126,10 @@ def _run(command: click.Command, arguments: Sequence[str]) -> object:
         if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or no_thread:
             problem = f"is not enough ({brief(str(error) or type(error).__name__)})"
             raise CkptError("memory", problem, "free some, or use fewer jobs", ("jobs",)) from error
+        try:
+            os.getcwd()  # relative paths need it
+        except FileNotFoundError:
+            raise CkptError("working directory", "was removed", "change to another directory") from error
         raise
 
 

@@ -84,6 +84,14 @@ def test_a_process_shows_no_secret_in_a_traceback(tmp_path: Path) -> None:
         assert CANARY not in done.stdout + done.stderr
 
 
+def test_a_removed_working_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert command("ls", "root").error == "Error: working directory: was removed; change to another directory"
+    assert command("ls", source("zero2-dp2-bf16")).code == 0
+
+
 def test_wrong_usage_shows_no_secret(tmp_path: Path) -> None:
     done = command("inspect", tmp_path, "--storage-option", f"{CANARY}")
     assert done.code == 2
