@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import ckpttool
-from ckpttool.catalog import cleanup
+from ckpttool.catalog import cleanup, pruning
 from ckpttool.catalog.retention import Rules
 from ckpttool.commit import marks
 from ckpttool.errors import StorageError
@@ -69,7 +69,8 @@ def test_a_pin_after_the_last_look_keeps_the_checkpoint(
             return changed(*given)
 
     changed = cleanup.changed_since
-    monkeypatch.setattr(cleanup, "changed_since", last_look)
+    for module in (cleanup, pruning):
+        monkeypatch.setattr(module, "changed_since", last_look)
     assert remove(storage, root) == "pinned meanwhile"
     storage.refresh([])
     assert whole(root, open_storage(root)) == {"step1": version(1), "step2": version(2)}

@@ -12,7 +12,7 @@ import pytest
 
 import ckpttool as api
 from ckpttool.analysis.digest import same_weights
-from ckpttool.catalog import retention
+from ckpttool.catalog import pruning, retention
 from ckpttool.catalog.cleanup import maintain, rotate
 from ckpttool.commit.marks import identity
 from ckpttool.errors import ArgumentError, CkptError, PlanError, PruneError
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_saved_again_meanwhile_stays_whole(rewound: Any, mo
         Path(root, "latest").write_text("step4")
         return found
 
-    monkeypatch.setattr(retention, "decide", decide_and_save)
+    monkeypatch.setattr(pruning, "decide", decide_and_save)
     done = api.prune(root, keep_last=1, thin="bf16")
     assert done[1].reason == "changed meanwhile: saved again"
     assert whole(second)["step2"] == version(7)
