@@ -85,7 +85,7 @@ WITHOUT_ZERO = [
     Case("zero2-dp3-bf16-muon", 0, 1, optimizer="muon"),
     Case("zero2-dp2-bf16-sgd", 0, 1, optimizer="sgd"),
 ]
-CONVERTED = sampling.some([*PLANNED, *NATIVE], 3)
+CONVERTED = sampling.some([*PLANNED, *NATIVE], 5)
 """Cases whose load is compared with a load of the converted checkpoint."""
 WEIGHTS = [Case("zero3-dp4-bf16", stage, 2) for stage in range(4)]
 WEIGHTS.append(Case("zero2-dp2-fp16", 3, 3))

@@ -31,7 +31,7 @@ OTHERS: list[dict[str, Any]] = [
     {"id": "fsdp-2-of-tp", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "from": "tp-4"},
 ]
 LAYOUTS_OF: dict[str, list[str]] = {
-    run["id"]: [*LAYOUTS] if run is RUNS[0] else ["nested", *sampling.some([*LAYOUTS][1:], 3, key=run["id"])]
+    run["id"]: [*LAYOUTS] if run is RUNS[0] else ["nested", *sampling.some([*LAYOUTS][1:], 3, key=run["mesh"])]
     for run in RUNS
 }
 """Of the first run all, of others ``nested``, to compare with, and three more."""
