@@ -41,7 +41,7 @@ def _groups(checkpoint: Checkpoint) -> list[tuple[list[str], dict[str, Any], dic
     return [(sorted(g.parameters), dict(g.hyperparameters), dict(g.scalars)) for g in checkpoint.groups]
 
 
-@pytest.mark.parametrize("name", sampling.some(CONVERTED, 12))
+@pytest.mark.parametrize("name", sampling.some(CONVERTED, 18))
 def test_nothing_changes_but_where_it_lies(name: str, tmp_path: Path) -> None:
     before = ckpttool.inspect(source(name))
     ranks = 1 + len(name) % 4
