@@ -16,7 +16,7 @@ from ckpttool.storage import MANIFEST
 from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS = 30
+STEPS = 18
 """Steps of examples that are killed after their first save, at step 5 or 6."""
 
 
@@ -177,10 +177,10 @@ def test_lightning_with_fsdp2_resumes_on_more_ranks_after_a_kill(tmp_path: Path)
     _, second = scripts.run(
         tmp_path / "logs", ["lightning.pytorch.strategies"],
         (2, [*command, "--epochs", "1000"]),
-        (3, [*command, "--epochs", "30"]),
+        (3, [*command, "--epochs", "16"]),
         killed=f"{run}/epoch=?.ckpt/{MANIFEST}",
     )  # fmt: skip
-    assert re.search(rf"trained from {run}/epoch=\d\.ckpt to epoch 30", second)
+    assert re.search(rf"trained from {run}/epoch=\d\.ckpt to epoch 16", second)
     assert "outputs of the plain model differ by 0.000000" in second
 
 

@@ -498,7 +498,7 @@ def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampling.some(TABLE, 66, key="reads"))
+@pytest.mark.parametrize("name", sampling.some(TABLE, 44, key="reads"))
 def test_every_command_that_reads_takes_what_is_opened(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"
     build(root, row.layout, temporary)

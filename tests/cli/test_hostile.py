@@ -263,7 +263,7 @@ def _assert_harmless_at(root: Path, place: tuple[Any, ...], junk: dict[str, Any]
     """Nothing comes of any of these values, nor of none, at one place in all files of a kind."""
     good = {path: path.read_bytes() for path in files_of(root, kind)}
     changes = [functools.partial(_put, place=place, value=value) for value in junk.values()]
-    for change in sampling.some([*changes, functools.partial(_remove, place=place)], 4, key=f"{kind} {place}"):
+    for change in sampling.some([*changes, functools.partial(_remove, place=place)], 3, key=f"{kind} {place}"):
         for path, data in good.items():
             path.write_bytes(data)
             edit(path, change)

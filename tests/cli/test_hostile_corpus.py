@@ -31,7 +31,7 @@ FILES = 10
 CORPUS = corpus()
 PICKLES = ("pickle: ", "dcp: ", "attack: ")
 TRIED = [n for n in CORPUS if not n.startswith(PICKLES)]
-TRIED += sampling.some([n for n in CORPUS if n.startswith(PICKLES)], 4)
+TRIED += sampling.some([n for n in CORPUS if n.startswith(PICKLES)], 3)
 LARGE = 1 << 18
 """Bytes of a file that takes seconds to refuse: not every command is tried on it, as all read it by the same code."""
 WATCHED = {
@@ -157,7 +157,7 @@ def test_hostile_checkpoint_harms_nobody(name: str, tmp_path: Path) -> None:
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     commands = _commands(src, out)
     is_large = any(size > LARGE for size, _, _ in before[0].values())
-    commands = sampling.some(commands, 1 if is_large else 3 if name.startswith(PICKLES) else 5, key=name)
+    commands = sampling.some(commands, 1 if is_large else 2 if name.startswith(PICKLES) else 3, key=name)
     for command in commands:
         out.mkdir()
         done, memory = _in_child(lambda c=command: _limited(c, (str(src), str(out), *OURS)))  # type: ignore[misc]

@@ -201,7 +201,7 @@ def test_a_restore_takes_an_older_checkpoint_or_says_that_the_engine_is_half_loa
 
 
 def _peak(job: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load a state of 200 MB into an engine that has one, and return the bytes of memory above its own."""
+    """Load a state of 100 MB into an engine that has one, and return the bytes of memory above its own."""
     import deepspeed
 
     config: dict[str, Any] = {
@@ -223,10 +223,10 @@ def _peak(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def test_a_load_in_place_needs_no_second_copy(tmp_path: Path) -> None:
     jobs = [
-        {"id": f"zero{stage}-dp{ranks}", "world_size": ranks, "stage": stage, "layers": 16 * ranks}
+        {"id": f"zero{stage}-dp{ranks}", "world_size": ranks, "stage": stage, "layers": 8 * ranks}
         for stage, ranks in ((1, 1), (2, 2), (3, 1))
     ]
     for name, ranks in each_on_ranks(_peak, jobs, tmp_path).items():
         for told in ranks:
-            assert told["False"] - told["gather"] < 64 << 20, (name, told)
-            assert told["True"] > 100 << 20, (name, told)
+            assert told["False"] - told["gather"] < 32 << 20, (name, told)
+            assert told["True"] > 50 << 20, (name, told)

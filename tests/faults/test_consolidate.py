@@ -89,7 +89,7 @@ def test_failure_at_every_operation(run: Run, fault: Fail | Before, tmp_path: Pa
     assert _consolidate(run, root, recorded).code == 0
     good = _contents(root / "out")
     assert {"open", "create", "pwrite", "preadv", "rename"} <= set(recorded.matched)
-    for at in sampling.some(range(len(recorded.matched)), 8, key=f"{run.id} {interrupts}"):
+    for at in sampling.some(range(len(recorded.matched)), 6, key=f"{run.id} {interrupts}"):
         before = _prepare(run, root)
         rule = Rule(fault, OF_COMMANDS, when=is_no_cleanup, nth=at + 1)
         done = _consolidate(run, root, rule)

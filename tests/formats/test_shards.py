@@ -126,7 +126,7 @@ def _mix(bed: Bed, deed: Callable[[Path, Path], None], *, manifest: bool) -> Non
     print(dict(bed.counts))  # noqa: T201
 
 
-DEEDS = sampling.some(itertools.product(sampling.swept(NAMES), [_swapped, _copied, _copied_back, _missing]), 26)
+DEEDS = sampling.some(itertools.product(sampling.swept(NAMES), [_swapped, _copied, _copied_back, _missing]), 19)
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_no_shard_takes_the_place_of_another(name: str, deed: Callable[[Path, Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampling.some(NAMES, 15, key="swapped"))
+@pytest.mark.parametrize("name", sampling.some(NAMES, 10, key="swapped"))
 def test_no_two_swapped_shards_are_taken_for_each_other(name: str, tmp_path: Path) -> None:
     """Of checkpoints that the test above, which takes one of each kind, may not take."""
     _mix(Bed(name, tmp_path), _swapped, manifest=False)

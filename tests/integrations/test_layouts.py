@@ -11,6 +11,7 @@ import ckpttool
 from ckpttool.formats.zero.files import RUN_STATE
 from ckpttool.storage import MANIFEST
 from ckpttool.targets.dcp import LAYOUTS
+from tests import sampling
 from tests.forked import each_on_ranks
 from tests.wording import refused
 
@@ -29,6 +30,11 @@ OTHERS: list[dict[str, Any]] = [
     {"id": "fsdp-2-of-4", "mesh": "fsdp", "world_size": 2, "dtype": "bfloat16", "from": "hsdp-4"},
     {"id": "fsdp-2-of-tp", "mesh": "fsdp", "world_size": 2, "dtype": "float32", "from": "tp-4"},
 ]
+LAYOUTS_OF: dict[str, list[str]] = {
+    run["id"]: [*LAYOUTS] if run is RUNS[0] else ["nested", *sampling.some([*LAYOUTS][1:], 3, key=run["mesh"])]
+    for run in RUNS
+}
+"""Of the first run all, of others ``nested``, to compare with, and three more."""
 IMPORTS = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "accelerate", "lightning.fabric.strategies"]
 
 
@@ -53,7 +59,7 @@ def _save_and_load(job: dict[str, Any], directory: Path) -> list[str]:
         fsdp_runs.advance(net, optimizer, step)
         scheduler.step()
     truth = fsdp_runs.live(net, optimizer)
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(job["layouts"]):
         root = directory / job["id"] / layout
         manager = ckpttool.CheckpointManager(root, layout=layout, async_save=number % 2 == 1)
         manager.save(net, optimizer=optimizer, scheduler=scheduler, step=3, client_state={"epoch": 7, "of": {"a": 1}})
@@ -61,7 +67,7 @@ def _save_and_load(job: dict[str, Any], directory: Path) -> list[str]:
     fsdp_runs.advance(net, optimizer, 9)
     stepped = fsdp_runs.live(net, optimizer)
     equal = []
-    for layout in LAYOUTS:
+    for layout in job["layouts"]:
         other, own, _ = fsdp_runs.start({**job, "seed": 1})
         load = _load_app if layout == "app" else fsdp_runs.LOADERS[layout]
         load(other, own, str(directory / job["id"] / layout / "step-3"))
@@ -80,7 +86,7 @@ def _load_elsewhere(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     from tests.formats import fsdp_runs
 
     found = {}
-    for layout in LAYOUTS:
+    for layout in job["layouts"]:
         net, optimizer, scheduler = fsdp_runs.start({**job, "seed": 2})
         manager = ckpttool.CheckpointManager(directory / job["from"] / layout)
         state = manager.restore(net, optimizer=optimizer, scheduler=scheduler, prove=True)
@@ -95,9 +101,11 @@ def _load_elsewhere(job: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def test_frameworks_load_their_layout_and_other_meshes_all_of_them(tmp_path: Path) -> None:
-    for told in each_on_ranks(_save_and_load, RUNS, tmp_path, imports=IMPORTS).values():
-        assert told == [[*LAYOUTS]] * len(told)
-    for job, told in each_on_ranks(_load_elsewhere, OTHERS, tmp_path, imports=IMPORTS).items():
+    saves = [{**run, "layouts": LAYOUTS_OF[run["id"]]} for run in RUNS]
+    for name, told in each_on_ranks(_save_and_load, saves, tmp_path, imports=IMPORTS).items():
+        assert told == [LAYOUTS_OF[name]] * len(told)
+    loads = [{**other, "layouts": LAYOUTS_OF[other["from"]]} for other in OTHERS]
+    for job, told in each_on_ranks(_load_elsewhere, loads, tmp_path, imports=IMPORTS).items():
         for own in told:
             first = own["nested"]
             for layout, one in own.items():
@@ -108,7 +116,7 @@ def test_frameworks_load_their_layout_and_other_meshes_all_of_them(tmp_path: Pat
                 assert "not compared" not in one["proof"], (job, layout, one["proof"])
     for run in RUNS:
         digests = set()
-        for layout in LAYOUTS:
+        for layout in LAYOUTS_OF[run["id"]]:
             root = tmp_path / run["id"] / layout
             assert ckpttool.verify(root, deep=True).sound
             assert [(one.name, one.whole, one.format) for one in ckpttool.ls(root).entries] == [("step-3", True, "dcp")]

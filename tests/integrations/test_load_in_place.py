@@ -13,6 +13,7 @@ from torch import nn
 
 import ckpttool
 from ckpttool.integrations.torch import load
+from tests import sampling
 from tests.damage import flip
 from tests.forked import each_on_ranks
 from tests.integrations.test_load import MESHES, _held, _wrapped
@@ -84,8 +85,9 @@ def _local_states(optimizer: Any) -> dict[tuple[int, str], torch.Tensor]:
 def test_a_run_holds_and_computes_what_it_does_after_a_staged_load() -> None:
     jobs = [
         {"id": f"{name}-{mesh}-{ranks}", "source": name, "mesh": mesh, "world_size": ranks}
-        for name in ("zero2-dp2-bf16", "zero3-dp2-fp32")
-        for mesh, ranks in MESHES
+        for number, (mesh, ranks) in enumerate(MESHES)
+        for other, name in enumerate(("zero2-dp2-bf16", "zero3-dp2-fp32"))
+        if sampling.thorough() or (number + other) % 2 == 0
     ]
     for name, ranks in each_on_ranks(_staged_and_in_place, jobs, imports=IMPORTS).items():
         for told in ranks:
@@ -264,10 +266,10 @@ def test_too_little_memory_leaves_the_run_half_loaded(tmp_path: Path) -> None:
 
 
 def _peak(job: dict[str, Any], directory: Path) -> dict[str, int]:
-    """Load a state of 200 MB for each rank into a run that has one, and return the memory above its own."""
+    """Load a state of 100 MB for each rank into a run that has one, and return the memory above its own."""
     from torch.distributed.fsdp import fully_shard
 
-    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16 * job["parts"])))
+    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8 * job["parts"])))
     model = nn.parallel.DistributedDataParallel(net) if job["id"].startswith("ddp") else net
     if job["id"].startswith("fsdp"):
         for layer in net:
@@ -292,5 +294,5 @@ def test_a_load_in_place_needs_no_second_copy(tmp_path: Path) -> None:
     ]
     for name, ranks in each_on_ranks(_peak, jobs, tmp_path, imports=IMPORTS).items():
         for told in ranks:
-            assert told["False"] < 64 << 20, (name, told)
-            assert told["True"] > 100 << 20, (name, told)
+            assert told["False"] < 32 << 20, (name, told)
+            assert told["True"] > 50 << 20, (name, told)

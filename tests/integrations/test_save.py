@@ -31,8 +31,11 @@ from tests.wording import refused
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from _pytest.tmpdir import TempPathFactory
+
 pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
+IMPORTS = ["torch.distributed.checkpoint", "torch.distributed.fsdp"]
 RUNS: list[dict[str, Any]] = [
     {"id": f"{mesh}-{ranks}", "mesh": mesh, "world_size": ranks, "save": True} for mesh, ranks in (*MESHES, ("ddp", 3))
 ]
@@ -145,15 +148,25 @@ def _do(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     return _saves(job, directory) if job["save"] else _resumes(job, directory)
 
 
-def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    imports = ["torch.distributed.checkpoint", "torch.distributed.fsdp"]
-    saved = each_on_ranks(_do, RUNS, tmp_path, imports=imports)
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def saved(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    return each_on_ranks(_do, RUNS, directory, imports=IMPORTS)
+
+
+def test_torch_and_runs_on_other_meshes_go_on_with_a_save(
+    directory: Path, saved: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for job in RUNS:
         for told in saved[job["id"]]:
             _check_same(told["by torch"]["held"], told["held"], (job["id"], "by torch"))
             assert told["by torch"]["losses"] == told["losses"], job["id"]
             assert told["tag"] == "step-3"
-        root = tmp_path / job["id"]
+        root = directory / job["id"]
         for tag in ("step-3", "step-6"):
             report = ckpttool.verify(root / tag, deep=True)
             assert report.sound, (job["id"], tag, str(report))
@@ -170,11 +183,11 @@ def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path, monkey
         for key, value in saved[job["id"]][0]["later"].items():
             if key.startswith("fp32/") and key != "fp32/scratch":
                 assert torch.equal(torch.as_tensor(weights[key[5:]]), value), (job["id"], key)
-    by_index = {job["id"]: layout(tmp_path / job["id"] / "step-6") for job in RUNS}
+    by_index = {job["id"]: layout(directory / job["id"] / "step-6") for job in RUNS}
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "read_chunk_index", lambda *_: None)
-        assert by_index == {job["id"]: layout(tmp_path / job["id"] / "step-6") for job in RUNS}
-    found = each_on_ranks(_do, RESUMED, tmp_path, imports=imports)
+        assert by_index == {job["id"]: layout(directory / job["id"] / "step-6") for job in RUNS}
+    found = each_on_ranks(_do, RESUMED, directory, imports=IMPORTS)
     for job in RESUMED:
         truth = saved[job["saved"]]
         for told in found[job["id"]]:
@@ -193,11 +206,10 @@ def test_torch_and_runs_on_other_meshes_go_on_with_a_save(tmp_path: Path, monkey
             assert told["losses"] == pytest.approx(truth[0]["losses"], rel=1e-5)
 
 
-def test_an_engine_goes_on_with_a_save_of_torch(tmp_path: Path) -> None:
-    (saved,) = each_on_ranks(_do, [RUNS[2]], tmp_path, imports=["torch.distributed.fsdp"]).values()
+def test_an_engine_goes_on_with_a_save_of_torch(directory: Path, saved: dict[str, list[dict[str, Any]]]) -> None:
     job = {"id": "engine", "world_size": 2, "saved": RUNS[2]["id"]}
-    for told in each_on_ranks(_into_engine, [job], tmp_path)["engine"]:
-        for key, value in saved[0]["held"].items():
+    for told in each_on_ranks(_into_engine, [job], directory)["engine"]:
+        for key, value in saved[RUNS[2]["id"]][0]["held"].items():
             if key.startswith(("fp32/", "exp_avg/")) and key in told["held"]:
                 assert torch.equal(told["held"][key], torch.as_tensor(value)), key
         assert told["proof"].startswith("proven: ")

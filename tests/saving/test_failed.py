@@ -31,7 +31,7 @@ def failures(names: dict[int, list[str]]) -> Iterator[Fault]:
                 yield Fault(rank, number, "short")
 
 
-POINTS = 16
+POINTS = 12
 """Points of failure that are tried of each case; each case tries others."""
 
 

@@ -30,7 +30,7 @@ def kills(names: dict[int, list[str]], *, everyone: bool) -> Iterator[Fault]:
                     yield Fault(rank, number, how, everyone=everyone)
 
 
-POINTS = 16
+POINTS = 12
 """Points of failure that are tried of each case; each case tries others."""
 
 

@@ -82,7 +82,7 @@ def everything() -> Iterator[list[Ended]]:
             assert said is not None
             changes = [i for i, name in enumerate(said["names"]) if name in CHANGES]
             # A spread of them; every single one is test_killed's.
-            for i, number in enumerate(changes[:: max(1, len(changes) // 10)]):
+            for i, number in enumerate(changes[:: max(1, len(changes) // 8)]):
                 for store in ("file", "tcp"):
                     fault = {"rank": rank, "number": number, "how": "before", "everyone": (i + rank) % 3 == 0}
                     points.append(_point(fault, store))

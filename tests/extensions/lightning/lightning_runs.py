@@ -11,7 +11,7 @@ from typing import Any
 from tests.frameworks.killing import kill_at
 from tests.frameworks.runs import note_loss, run_jobs
 
-IMPORTED = ("ckpttool.integrations.lightning",)
+IMPORTED = ("ckpttool.integrations.lightning", "torch.distributed.tensor.experimental")
 """What all runs import."""
 WIDTH, ROWS, GLOBAL_BATCH = 8, 24, 6
 MESH = ("data_parallel_size", "tensor_parallel_size")

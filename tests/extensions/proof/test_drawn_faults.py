@@ -27,7 +27,7 @@ LAYOUTS = {"ddp": 3, "fsdp": 3, "hsdp": 4, "tp": 2, "zero0": 3, "zero1": 2, "zer
 """The ranks of each layout."""
 RESTORED = {"zero2 of zero3": 3, "zero3 of zero1": 3, "zero1 of zero2": 2}
 """The ranks of a stage that restores the save of another."""
-DRAWS = {True: 190, False: 5}
+DRAWS = {True: 190, False: 3}
 """Draws of each layout, in a thorough run and in others."""
 
 

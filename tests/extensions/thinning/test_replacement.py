@@ -450,7 +450,7 @@ def test_a_crash_at_every_operation_loses_nothing(
     seen: set[tuple[str, bool]] = set()
     tried, every = 0, [*_faults(names)]
     removal = next(fault for fault in reversed(every) if fault.how == "before")  # after the commit
-    for number, fault in enumerate([*sampling.some(every, 16, key=f"thin: {kind}"), removal], 1):
+    for number, fault in enumerate([*sampling.some(every, 10, key=f"thin: {kind}"), removal], 1):
         outcome = attempt(root := fresh(number), fault)
         tried += 1
         assert outcome.killed or isinstance(outcome.error, CkptError) or outcome.succeeded, (fault, outcome)
@@ -491,7 +491,7 @@ def test_a_power_failure_loses_nothing(
     final = {p.name for p in (root / "step1").iterdir()}
     chance = random.Random("thin")  # noqa: S311
     seen: dict[Any, str] = {}
-    tried = sampling.some(range(len(machine.journal) + 1), 16, key="thin")
+    tried = sampling.some(range(len(machine.journal) + 1), 10, key="thin")
     for number in range(len(machine.journal) + 1):
         if number:
             disk.apply(machine.journal[number - 1])
