@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Else each of the thousands of processes that tests start would compile all of ckpttool anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick portable test test-of thorough check format format-check lint types layers property coverage dist release-check lowest torch-release docs docs-serve bench fixtures gpu requirements clean
+.PHONY: help demo quick portable doors test test-of thorough check format format-check lint types layers property coverage dist release-check lowest torch-release docs docs-serve bench fixtures gpu requirements clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,6 +48,9 @@ portable: $(QUICK_READY)  ## run the fast tests without what only Linux has (cop
 # An environment of its own, about 100 MB: without torch, DeepSpeed, Ray and moto.
 quick: $(QUICK_READY)  ## run the fast tests (FILE=tests/...: only those of a file or directory)
 	$(QUICK)/bin/python -m pytest -q -n 2 --dist loadfile --quick $(FILE)
+
+doors: $(QUICK_READY)  ## run the quick tests of the core in a copy without the extensions
+	$(QUICK)/bin/python -m pytest -q --thorough "tests/test_doors.py::test_the_quick_tests_of_the_core_pass[all]"
 
 # Constraints of dev.txt for what is no dependency of ours: pytest and its like.
 lowest:  ## run the quick tests with the lowest versions of all dependencies (PYTHON=python3.13: with another Python)
