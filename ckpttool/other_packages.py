@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckpttool.errors import CkptError
 from ckpttool.messages import printable
-from ckpttool.registry import Extension, imported
+from ckpttool.registry import Command, Extension, Format, Target, imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from importlib.metadata import EntryPoint
-
-    from ckpttool.registry import Format, Target
 
 T = TypeVar("T")
 GROUP = "ckpttool.extensions"
@@ -71,6 +69,11 @@ def _load(entry: EntryPoint) -> Other:
         return Other(None, package, f"{name} cannot be loaded: {why}; {advice}")
     if not isinstance(row, Extension):
         return Other(None, package, f"{name} is {type(row).__name__}, not an Extension of ckpttool.registry; {advice}")
+    for kind in (Command, Format, Target):
+        field = f"{kind.__name__.lower()}s"
+        values = getattr(row, field)
+        if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
+            return Other(None, package, f"{name} has {field} that are not a tuple of {kind.__name__}; {advice}")
     seconds = time.perf_counter() - began
     return Other(row, package, f"{name} took {seconds:.1f} s to load; {advice}" if seconds > SLOW_SECONDS else "")
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "extension"
 SRC = source("zero2-dp2-bf16")
+EXTENSION = "from ckpttool.registry import Extension, Target\n"
 
 
 def _install(directory: Path, package: str, entries: str, **modules: str) -> None:
@@ -82,6 +83,12 @@ def test_an_installed_package_adds_a_command_and_a_format(tmp_path: Path) -> Non
         ("raise RuntimeError('needs another release')", "cannot be loaded: RuntimeError: needs another release"),
         ("import sys; sys.exit(5)", "cannot be loaded: SystemExit: 5"),
         ("row = 'text'", "is str, not an Extension of ckpttool.registry"),
+        (f"{EXTENSION}row = Extension('odd', commands=5)", "has commands that are not a tuple of Command"),
+        (f"{EXTENSION}row = Extension('odd', formats=('a.read',))", "has formats that are not a tuple of Format"),
+        (
+            f"{EXTENSION}row = Extension('odd', targets=Target('a', 'b.c', 'd'))",
+            "has targets that are not a tuple of Target",
+        ),
     ],
 )
 def test_a_broken_package_is_named_and_stops_nothing(
