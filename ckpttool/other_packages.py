@@ -15,10 +15,11 @@ from ckpttool.messages import printable
 from ckpttool.registry import Command, Extension, Format, Target, imported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
+R = TypeVar("R", Command, Target)
 GROUP = "ckpttool.extensions"
 """Group of entry points: the value is an ``Extension``."""
 SLOW_SECONDS = 1.0
@@ -92,12 +93,9 @@ def find_command(name: str, kind: type[T]) -> tuple[T, str] | None:
     Raises:
         CkptError: Several packages have it, or its code fails or is not a command.
     """
-    found = {package: command for row, package in _rows() for command in row.commands if command.name == name}
-    if not found:
+    command = _only("command", name, [(one, package) for row, package in _rows() for one in row.commands])
+    if command is None:
         return None
-    if len(found) > 1:
-        raise CkptError(name, f"is a command of {' and of '.join(sorted(found))}", "uninstall all but one of them")
-    (command,) = found.values()
     code = f"{command.module}.{name}"
     with naming(code, name):
         made = imported(code)
@@ -112,8 +110,20 @@ def formats() -> list[Format]:
 
 
 def find_target(name: str) -> Target | None:
-    """Return the target of another package; None if no installed package has it."""
-    return next((target for row, _ in _rows() for target in row.targets if target.name == name), None)
+    """Return the target of another package; None if no installed package has it.
+
+    Raises:
+        CkptError: Several packages have it.
+    """
+    return _only("target", name, [(one, package) for row, package in _rows() for one in row.targets])
+
+
+def _only(kind: str, name: str, rows: Sequence[tuple[R, str]]) -> R | None:
+    """Return the row of a name; None without one."""
+    found = {package: row for row, package in rows if row.name == name}
+    if len(found) > 1:
+        raise CkptError(name, f"is a {kind} of {' and of '.join(sorted(found))}", "uninstall all but one of them")
+    return next(iter(found.values()), None)
 
 
 def call(code: str, path: str, *arguments: Any) -> Any:

@@ -165,10 +165,12 @@ def test_an_error_in_the_code_of_a_package_names_it(first: Path) -> None:
     assert not (first / "out").exists()
 
 
-def test_a_command_of_two_packages_is_refused(first: Path) -> None:
+def test_a_command_or_a_target_of_two_packages_is_refused(first: Path) -> None:
     _install(first, "ckpttool-second", "second = second_row:row", second_row=ROW.format(name="second"))
-    error = ckpttool("twice").error
-    assert error.endswith("twice: is a command of ckpttool-first and of ckpttool-second; uninstall all but one of them")
+    packages = "of ckpttool-first and of ckpttool-second; uninstall all but one of them"
+    assert ckpttool("twice").error.endswith(f"twice: is a command {packages}")
+    made = ckpttool("convert", SRC, first / "out", "--to", "checked")
+    assert (made.code, made.error) == (3, f"Error: checked: is a target {packages}")
 
 
 def test_a_package_replaces_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpttool.blocks import Line
 from ckpttool.cli import _options as options
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ def stats(src: tuple[Any, ...], **given: Any) -> None:
 
 def _blocks(found: Sequence[tuple[Checkpoint, Statistics]], *, sketches: bool) -> Iterator[Block]:
     """Yield the table of each checkpoint, below its name if there are several."""
+    from ckpttool.blocks import Line
     from ckpttool.extensions.stats.statistics import table
 
     for checkpoint, tensors in found:
