@@ -40,8 +40,9 @@ POSITIONAL = frozenset({"src", "out", "root"})
 def run_command(command: click.Command) -> NoReturn:
     """Run the command line and end the process."""
     arguments = sys.argv[1:]
-    if arguments[:1] != ["inspect"] or any("://" in argument for argument in arguments):
-        _silence_logs()  # to look at local files imports no library that logs, and should start fast
+    looks = arguments[:1] == ["inspect"] and not any("://" in argument for argument in arguments)
+    if not looks and arguments and {"--help", "-h"}.isdisjoint(arguments):
+        _silence_logs()  # help, and to look at local files, import no library that logs, and should start fast
     # SIGTERM ends the command like Ctrl-C, so that half-written output is removed.
     signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -549,7 +549,7 @@ WRITERS = ["ctypes", "logging", "ckpttool.plan", "ckpttool.commit.manifest", "ck
     [
         ("import ckpttool", ["numpy", "click"]),
         ("import ckpttool.cli", ["numpy", "rich"]),
-        ("run(['--help'])", ["numpy", "rich", "dataclasses", "ckpttool.formats", "ckpttool.model"]),
+        ("run(['--help'])", ["numpy", "rich", "dataclasses", "logging", "ckpttool.formats", "ckpttool.model"]),
         *((f"run(['inspect', {source(name)!r}])", ["numpy", "rich", "json", *WRITERS]) for name in SMALL),
         ("run(['inspect', SRC, '--params'])", ["numpy", "rich"]),
         ("run(['inspect', SRC, '--json'])", ["numpy", "rich"]),
