@@ -549,7 +549,7 @@ WRITERS = ["ctypes", "logging", "ckpttool.plan", "ckpttool.commit.manifest", "ck
     [
         ("import ckpttool", ["numpy", "click"]),
         ("import ckpttool.cli", ["numpy", "rich"]),
-        ("run(['--help'])", ["numpy", "rich", "dataclasses", "logging", "ckpttool.formats", "ckpttool.model"]),
+        ("run(['--help'])", ["numpy", "rich", "dataclasses", "ckpttool.formats", "ckpttool.model"]),
         *((f"run(['inspect', {source(name)!r}])", ["numpy", "rich", "json", *WRITERS]) for name in SMALL),
         ("run(['inspect', SRC, '--params'])", ["numpy", "rich"]),
         ("run(['inspect', SRC, '--json'])", ["numpy", "rich"]),
@@ -571,6 +571,17 @@ print([name for name in {HEAVY + more!r} if name in sys.modules], file=sys.stder
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "logs"),
+    [(["--help"], False), (["ls", "-h"], False), ([], False), (["inspect", ZERO3], False), (["ls", ZERO3], True)],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else None,
+)
+def test_only_commands_whose_libraries_log_import_logging(arguments: list[str], logs: bool) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ckpttool", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ("logging" in {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}) is logs
 
 
 def test_a_duration_needs_a_unit(tmp_path: Path) -> None:
