@@ -10,6 +10,7 @@ import numpy as np
 from ckpttool.model import Checkpoint, CheckpointFile, Parameter, ParamGroup, ScalarState, State, Topology
 from ckpttool.model.extents import blank_rows
 from ckpttool.model.places import Place
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +81,6 @@ def made(parameters: Sequence[Parameter], files: Sequence[CheckpointFile], *, ra
         "location": "/run/global_step1000", "root": "/run", "tag": "global_step1000", "format": "zero", "stage": 3,
         "topology": Topology(data_parallel=ranks), "dtype": "BF16", "deepspeed_version": "0.19.8", "step": 1000,
         "skipped_steps": 0, "parameters": tuple(parameters), "buffers": (), "aliases": {}, "groups": (group,),
-        "files": tuple(files), "latest": "latest",
+        "files": tuple(files), "latest": "latest", "storage": LOCAL_SPEC,
     }  # fmt: skip
     return Checkpoint(**(given | more))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpttool.blocks import Shown
 from ckpttool.dtypes import itemsize
 from ckpttool.errors import LayoutError
-from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -483,7 +482,7 @@ class Checkpoint(Shown):
     """Whether the names of parameters differ from the names in the files by prefixes such as ``module.``."""
     unproven: str = ""
     """Why the files cannot be proven to be all of the checkpoint; "" if they can."""
-    storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
+    storage: StorageSpec = field(repr=False, compare=False)
     """The storage of its files, as data; ``storage.connect`` opens it."""
     _notebook: ClassVar[Callable[[Checkpoint], str | None] | None] = None
     """Draws a checkpoint as HTML; set by ``ckpttool.inspect``, as pictures are made above the model."""

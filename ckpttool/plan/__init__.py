@@ -11,7 +11,6 @@ from ckpttool.dtypes import itemsize
 from ckpttool.errors import PlanError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.ranges import exact_cover_problem
-from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -57,7 +56,7 @@ class SourceFile:
     """Its size in bytes."""
     version: str
     """ETag or modification time: changes when the file is rewritten; see ``storage.Entry``."""
-    storage: StorageSpec = field(default=LOCAL_SPEC, repr=False, compare=False)
+    storage: StorageSpec = field(repr=False, compare=False)
     """Its storage, as data; ``storage.connect`` opens it."""
     records: Sequence[Record] = field(default=(), repr=False, compare=False)
     """Ranges of its bytes with the CRC-32 that the save recorded."""

@@ -196,7 +196,7 @@ def test_records_read_by_an_earlier_run_are_checked(long: bytes) -> None:
 
 
 def test_a_file_without_checksums_is_named() -> None:
-    bare = SourceFile("bare.bin", 100, "")
+    bare = SourceFile("bare.bin", 100, "", LOCAL.spec)
     checks = ReadChecks([_file(DATA), bare])
     checks.note(1, 0, bytes(100))
     checks.note(0, 64, DATA[64:1000])

@@ -59,7 +59,7 @@ def source(tmp_path: Path) -> Path:
 
 def _source(path: Path) -> SourceFile:
     with LOCAL.open(str(path)) as reader:
-        return SourceFile(reader.path, reader.nbytes, reader.version)
+        return SourceFile(reader.path, reader.nbytes, reader.version, LOCAL.spec)
 
 
 def _plan(source: Path, shift: int, casts: tuple[tuple[str, str], ...] = (("U8", "U8"),)) -> CopyPlan:
@@ -545,7 +545,7 @@ def test_local_values_are_cast_a_few_at_a_time(elements: int, tmp_path: Path) ->
         path = tmp_path / "source"
         path.write_bytes(data)
         with open_storage(str(path)).open(str(path)) as reader:
-            return SourceFile(str(path), reader.nbytes, reader.version)
+            return SourceFile(str(path), reader.nbytes, reader.version, LOCAL.spec)
 
     number = next(i for i, (source, target) in enumerate(CASTS) if source == "F32" and target != "F32")
     pieces = [("copy", (0, 0, 51, number))]

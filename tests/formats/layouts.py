@@ -13,7 +13,7 @@ from ckpttool.model import State
 from ckpttool.model.extents import EXTENT
 from ckpttool.model.places import Table
 from ckpttool.plan import SourceFile
-from ckpttool.storage import LocalReader
+from ckpttool.storage import LOCAL_SPEC, LocalReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Disk:
         for i, path in self.paths.items():
             path.write_bytes(self._data[i])
             with LocalReader(str(path)) as reader:
-                files.append(SourceFile(str(path), reader.nbytes, reader.version))
+                files.append(SourceFile(str(path), reader.nbytes, reader.version, LOCAL_SPEC))
         return Sources(files)
 
 

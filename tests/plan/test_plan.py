@@ -9,6 +9,7 @@ import pytest
 
 from ckpttool.errors import PlanError
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile, merge_literals
+from ckpttool.storage import LOCAL_SPEC
 from tests.wording import refused
 
 NOTHING = np.zeros(0, dtype=COPY)
@@ -21,7 +22,9 @@ def _copies(*rows: tuple[int, int, int, int, int]) -> np.ndarray[tuple[int], np.
 def test_literals_and_copies_may_fill_a_file_together() -> None:
     copies = _copies((0, 0, 2, 4, 0), (0, 100, 3, 12, 1))
     plan = CopyPlan(
-        (SourceFile("a", 1000, ""),), (("F32", "F32"), ("F32", "BF16")), (TargetFile("x", 18, ((0, b"head"),), copies),)
+        (SourceFile("a", 1000, "", LOCAL_SPEC),),
+        (("F32", "F32"), ("F32", "BF16")),
+        (TargetFile("x", 18, ((0, b"head"),), copies),),
     )
     assert plan.nbytes_written == 18
     assert plan.nbytes_read == 2 * 4 + 3 * 4
@@ -38,7 +41,9 @@ def test_literals_and_copies_may_fill_a_file_together() -> None:
 )
 def test_a_file_not_filled_exactly_once_is_refused(nbytes: int, literals: Any, copies: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        CopyPlan((SourceFile("a", 1000, ""),), (("F32", "F32"),), (TargetFile("x", nbytes, literals, copies),))
+        CopyPlan(
+            (SourceFile("a", 1000, "", LOCAL_SPEC),), (("F32", "F32"),), (TargetFile("x", nbytes, literals, copies),)
+        )
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "../x", "/x", "a\0b"])

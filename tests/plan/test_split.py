@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ckpttool.dtypes import itemsize
 from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.plan.split import find_shared_reads
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +35,7 @@ def _plans(draw: st.DrawFn) -> CopyPlan:
             rows.append((draw(st.integers(0, 1)), start, numel, at, cast))
             at += numel * itemsize(CASTS[cast][1])
         files.append(TargetFile(str(number), at, header, np.array(rows, dtype=COPY)))
-    sources = tuple(SourceFile(str(n), SOURCE_BYTES, "") for n in range(2))
+    sources = tuple(SourceFile(str(n), SOURCE_BYTES, "", LOCAL_SPEC) for n in range(2))
     return CopyPlan(sources, CASTS, tuple(files))
 
 
@@ -73,7 +74,7 @@ def test_every_element_is_written_where_it_was_to_be_and_once(plan: CopyPlan) ->
 
 
 def _plan(*files: list[tuple[int, int, int, int, int]]) -> CopyPlan:
-    sources = tuple(SourceFile(str(n), 4000, "") for n in range(2))
+    sources = tuple(SourceFile(str(n), 4000, "", LOCAL_SPEC) for n in range(2))
     targets = []
     for number, rows in enumerate(files):
         copies = np.array(rows, dtype=COPY)

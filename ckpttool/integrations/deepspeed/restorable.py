@@ -23,6 +23,7 @@ from ckpttool.integrations.live.options import LoadOptions
 from ckpttool.messages import brief
 from ckpttool.model import MASTER, MODULE, Buffer, Checkpoint, Parameter, ParamGroup, State
 from ckpttool.model.places import Computed
+from ckpttool.storage import LOCAL_SPEC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +124,7 @@ def described(live: LiveEngine, directory: str, saved: SavedModel) -> Checkpoint
     model = live.model
     root, tag = posixpath.split(directory)
     return Checkpoint(
+        storage=LOCAL_SPEC,
         location=directory,
         root=root,
         tag=tag,
