@@ -44,6 +44,7 @@ def _header(header: object) -> BytesReader:
     return BytesReader(len(text).to_bytes(8, "little") + text, "model.safetensors")
 
 
+@pytest.mark.slow
 def test_shape_of_many_dimensions_is_refused() -> None:
     reader = _header({"a": {"dtype": "F32", "shape": [1 << 61] * 240_000, "data_offsets": [0, 4]}})
     with refused(ContainerError):
@@ -74,6 +75,7 @@ def test_rank_of_a_name_does_not_take_memory(checkpoint_copy: Callable[[str], Pa
         assert command(*arguments).code in {0, 1, 3}
 
 
+@pytest.mark.slow
 def test_nested_client_state_is_not_visited_again_and_again(checkpoint_copy: Callable[[str], Path]) -> None:
     inner: dict[str, object] = {"x": "no number"}
     for _ in range(8):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests import of_module
 from tests.of_module import DIRECTORIES, ROOT
 
 
+@pytest.mark.slow
 def test_every_module_has_tests() -> None:
     for module in of_module.modules():
         found = of_module.tests_of(module)

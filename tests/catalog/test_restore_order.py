@@ -168,6 +168,7 @@ def test_a_restore_prefers_what_the_newest_was_trained_from(rewound: Path) -> No
     assert [c.tag for c in candidates(LOCAL, str(rewound))] == order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prune", "maintain"])
 @pytest.mark.parametrize(("last", "kept"), [(1, {35}), (2, {35, 25}), (3, {35, 25, 20})])
 def test_the_newest_saves_are_kept_and_not_the_last_steps(how: str, last: int, kept: set[int], rewound: Path) -> None:
@@ -196,6 +197,7 @@ def _rotated(root: Path, latest: str, gone: Sequence[int]) -> None:
         shutil.rmtree(root / f"step{step}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["prune", "maintain"])
 @pytest.mark.parametrize(
     ("latest", "gone", "kept"),

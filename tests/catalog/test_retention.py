@@ -187,6 +187,7 @@ def test_log_lines_have_no_terminal_controls(tmp_path: Path, caplog: pytest.LogC
     assert all(c.isprintable() for record in caplog.records for c in record.getMessage())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thin", [None, *["bf16"] * present("thinning")])
 @pytest.mark.parametrize("how", ["prune", "maintain", "rotate"])
 @pytest.mark.parametrize("kind", ["files", "files by links", "best/", "beside", "inside a tag", "directory above"])

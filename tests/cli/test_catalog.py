@@ -75,6 +75,7 @@ def test_a_tags_directory_alone_is_listed(root: Path) -> None:
     assert (found.name, found.latest, found.whole) == ("global_step20", True, True)
 
 
+@pytest.mark.slow
 def test_every_bundled_checkpoint_is_listed_as_what_it_is() -> None:
     for name in NAMES:
         (found,) = api.ls(source(name)).entries
@@ -84,6 +85,7 @@ def test_every_bundled_checkpoint_is_listed_as_what_it_is() -> None:
         assert found.metrics.get("epoch") == api.inspect(source(name)).client_state.get("epoch"), name
 
 
+@pytest.mark.slow
 def test_a_directory_of_runs_holds_no_checkpoints_of_its_own() -> None:
     found = {e.name: e for e in api.ls(os.path.dirname(source(NAME))).entries}
     assert found[NAME].problem == "is a root of its own, with a checkpoint"

@@ -28,6 +28,7 @@ def _written(out: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(out.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 @pytest.mark.parametrize("name", ["zero2-dp4-bf16", "zero3-dp3-bf16", "zero3-dp2-bf16-trainer"])
 def test_two_runs_write_the_same_bytes(

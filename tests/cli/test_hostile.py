@@ -333,6 +333,7 @@ LIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES, ids=lambda c: c.id)
 def test_a_false_size_is_refused(lie: Lie, checkpoint_copy: Callable[[str], Path]) -> None:
     root = checkpoint_copy(lie.checkpoint)

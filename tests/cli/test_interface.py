@@ -282,6 +282,7 @@ def test_pipe_gets_whole_names_and_no_decoration(name: str, view: tuple[str, ...
         assert ("pp_rank_3_mp_rank_00_optim_states.pt" in done.stdout) == (name == "zero3-dp4-bf16")
 
 
+@pytest.mark.slow
 def test_narrow_terminal_shortens_what_does_not_fit() -> None:
     wide = in_terminal("inspect", source("zero3-dp4-bf16"), "--files", columns=200)
     name = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
@@ -357,6 +358,7 @@ def test_reader_that_has_seen_enough_is_no_error() -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     arguments = [["inspect", ZERO3], ["consolidate", ZERO3, str(tmp_path / "out"), "--to", "torch"], ["verify", ZERO3]]

@@ -74,6 +74,7 @@ def test_a_terminal_with_few_colours_gets_letters(kind: str) -> None:
     assert shown_plain == in_terminal("inspect", source("zero2-dp2-bf16"), "--map", NO_COLOR="1", columns=90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 60, 61, 100, 400])
 def test_every_layer_has_one_letter_and_the_legend_all_letters(layers: int, capsys: pytest.CaptureFixture[str]) -> None:
     _map.print_map(synthetic.large(4, layers, 64))

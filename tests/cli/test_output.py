@@ -190,6 +190,7 @@ def test_another_run_to_the_same_output_is_refused(tmp_path: Path) -> None:
     assert remains(tmp_path) == [path.name]
 
 
+@pytest.mark.slow
 def test_of_several_runs_at_once_at_most_one_writes_the_output(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "ckpttool", *map(str, consolidate(out))]
@@ -212,6 +213,7 @@ def _stage_often(out: str) -> set[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_runs_that_create_and_remove_staging_directories_name_each_other(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:

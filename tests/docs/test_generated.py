@@ -31,6 +31,7 @@ def messages() -> list[error_messages.Message]:
 # ------------------------------------------------------------------------------------------------- error messages
 
 
+@pytest.mark.slow
 def test_every_construction_of_an_error_gives_a_message(messages: list[error_messages.Message]) -> None:
     kinds = {m.kind for m in messages}
     listed = {(m.kind, place) for m in messages for place in m.places}

@@ -6,6 +6,7 @@ import itertools
 import time
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,7 @@ def test_a_model_of_many_layers_is_matched_soon() -> None:
     assert time.process_time() - began < 20
 
 
+@pytest.mark.slow
 def test_a_search_that_would_take_for_ever_is_given_up() -> None:
     names = {f"p{i}": (2,) for i in range(200)}
     began = time.process_time()

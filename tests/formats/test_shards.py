@@ -166,6 +166,7 @@ def _sums(path: Path) -> Checksums:
     return sums._replace(directory=(start, zlib.crc32(data[start:])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampling.swept(NAMES))
 def test_no_shard_of_another_checkpoint_is_taken(name: str, tmp_path: Path) -> None:
     """Files of the same name from the other bundled checkpoints."""

@@ -64,6 +64,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize(
     ("how", "status"),

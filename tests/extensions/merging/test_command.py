@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 BOTH = [source("zero2-dp2-bf16"), source("zero3-dp2-bf16")]
 
 
+@pytest.mark.slow
 def test_no_number_breaks_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("average", "FIRST", "SECOND", "OUT", "--to", "safetensors", "--dry-run")
     monkeypatch.setitem(test_tables.COMMANDS, "average", command)
