@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckpttool.integrations.lightning import newest_checkpoint
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, aside_name
 from tests.saving.checkpoints import save_version
@@ -18,6 +17,8 @@ pytestmark = pytest.mark.deepspeed
 
 
 def test_lightning_resumes_from_no_checkpoint_that_was_being_removed(tmp_path: Path) -> None:
+    from ckpttool.integrations.lightning import newest_checkpoint  # seconds, in each worker of the tests
+
     for number in (1, 2):
         save_version(LOCAL, str(tmp_path / f"step={number}.ckpt"), Alone(), "checkpoint", number)
     assert newest_checkpoint(tmp_path) == str(tmp_path / "step=2.ckpt")
