@@ -44,7 +44,7 @@ from ckpttool.integrations.live.folders import (
     was_within_epoch,
 )
 from ckpttool.integrations.live.options import SaveOptions
-from ckpttool.integrations.live.request import DISTRIBUTED, Written
+from ckpttool.integrations.live.request import DISTRIBUTED, FrameworkFiles
 from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
 from ckpttool.integrations.torch.live import unwrapped
 from ckpttool.model.names import plain_name
@@ -414,13 +414,13 @@ def _without_state(original: Callable[..., Any], accelerator: Any) -> Callable[.
     return rest
 
 
-def _written(accelerator: Any, model: Any) -> Written:
+def _written(accelerator: Any, model: Any) -> FrameworkFiles:
     """Return how Accelerate itself writes the model and the optimizer: under DDP by the names of the wrapped model."""
     if _uses(accelerator) != "DDP":
         return DISTRIBUTED
     names = dict(zip(map(plain_name, unwrapped(model).state_dict()), model.state_dict(), strict=True))
     wrapped = any(name != own for name, own in names.items())
-    return Written(("model.safetensors", "optimizer.bin"), names if wrapped else None)
+    return FrameworkFiles(("model.safetensors", "optimizer.bin"), names if wrapped else None)
 
 
 def _find(

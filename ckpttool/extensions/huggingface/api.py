@@ -54,7 +54,7 @@ from ckpttool.integrations.live.folders import (
     show_log,
 )
 from ckpttool.integrations.live.options import SaveOptions
-from ckpttool.integrations.live.request import Written
+from ckpttool.integrations.live.request import FrameworkFiles
 from ckpttool.integrations.patches import (
     check_signatures,
     make_folder,
@@ -769,11 +769,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             LOG.warning("%s has no random number states for other ranks: they start again", resume.report.path)
 
 
-def _written(trainer: Any) -> Written:
+def _written(trainer: Any) -> FrameworkFiles:
     """Return how the Trainer itself writes the model and the optimizer."""
     names = names_of_adapter(trainer.model) if is_adapter(trainer) and not trainer.is_deepspeed_enabled else None
     weights = "model.safetensors" if names is None else "adapter_model.safetensors"
-    return Written((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
+    return FrameworkFiles((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
 
 
 def _given_folder(saves: Folders, given: str, output_dir: str) -> str:

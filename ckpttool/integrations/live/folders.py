@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.live.report import LoadReport, SaveReport
-    from ckpttool.integrations.live.request import Written
+    from ckpttool.integrations.live.request import FrameworkFiles
     from ckpttool.integrations.live.run import Run
     from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
@@ -156,7 +156,7 @@ class Folders:
         exclude_frozen: bool = False,
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
-        written: Written = DISTRIBUTED,
+        written: FrameworkFiles = DISTRIBUTED,
     ) -> None:
         """Save the state of a run and this rank's files, on every rank at the same step; replaces an existing save.
 
