@@ -101,8 +101,8 @@ class Extension(NamedTuple):
     retention: Retention | None = None
     """Its action on old checkpoints."""
     hooks: str = ""
-    """Module with functions that every rank calls: ``after_capture`` of a save returns a ``saving.two_phase.Record``,
-    ``before_load`` may raise an error, ``after_load`` returns the report."""
+    """Module with functions that every rank calls: ``after_capture`` of a save returns a ``ManifestRecord`` of
+    ``saving.two_phase``, ``before_load`` may raise an error, ``after_load`` returns the report."""
 
 
 EXTENSIONS: tuple[Extension, ...] = (

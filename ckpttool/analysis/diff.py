@@ -209,8 +209,7 @@ def compare(  # noqa: PLR0913  the options of diff
         values = (_others(a, left, matches), _others(b, right, matches)) if others else None
         differing = None if values is None else _other_differences(*values, tied)
         for sources in (left, right):
-            sources.finish_checks(jobs=jobs)
-            sources.check_unchanged()
+            sources.finish(jobs=jobs)
     return DiffReport(a.location, b.location, tensors, tuple(notes), differing)
 
 

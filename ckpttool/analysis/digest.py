@@ -116,8 +116,7 @@ def tensor_digests(
         tasks = (partial(_one, sources, c, (dtypes or {}).get(c.name), advance) for c in tensors)
         with contextlib.closing(in_order(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             found = dict(results)
-        sources.finish_checks(jobs=jobs)
-        sources.check_unchanged()
+        sources.finish(jobs=jobs)
     return found
 
 

@@ -57,8 +57,7 @@ def read_part(checkpoint: Checkpoint, state: State, index: Any, checks: ReadChec
                 count = min(GATHER_ELEMENTS, run - begin)
                 gatherer.fill(state, first + begin, out[at + begin : at + begin + count])
             at += run
-        sources.finish_checks()
-        sources.check_unchanged()
+        sources.finish()
     return out.reshape([n for d, n in enumerate(shape) if d not in dropped])
 
 

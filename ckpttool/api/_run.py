@@ -12,7 +12,7 @@ from ckpttool.blocks import Line, Table
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
 from ckpttool.execution.destination import Destination
 from ckpttool.execution.run import nbytes_read
-from ckpttool.formats import Source, source_paths
+from ckpttool.formats import Source, open_checkpoint, source_paths
 from ckpttool.formats.layouts import Place
 from ckpttool.storage import is_url, local_path, without_credentials
 from ckpttool.storage.staging import KEPT
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.destination import Needs
     from ckpttool.execution.distributed import Workers
     from ckpttool.formats.sidecars import SidecarFile
-    from ckpttool.model import Checkpoint
+    from ckpttool.model import Checkpoint, State
     from ckpttool.plan import CopyPlan
     from ckpttool.targets.weight_files import WeightChoice
 
@@ -211,7 +211,8 @@ class Run:
         checkpoint: Checkpoint,
         *,
         last: Sequence[str],
-        verify: Callable[[str], str | None] | None,
+        selected: Mapping[str, tuple[State, str]] | None = None,
+        verify: Callable[[str], str | None] | None = None,
         may_be_there: bool | None = None,
     ) -> Written:
         """Write the files of a plan and commit them; or only report the files, if this is a dry run.
@@ -220,14 +221,18 @@ class Run:
             plan: The plan.
             checkpoint: The checkpoint that it reads.
             last: Names of the files to commit last, in this order.
+            selected: The state of each tensor of the source that is written, and its type there, by name; None if all
+                states are.
             verify: Called with the written directory before the commit; returns the digest, and raises if the output is
-                wrong. None for no such comparison.
+                wrong. Default: if the options ask for a proof, compares the output with the source.
             may_be_there: Whether an earlier run may have written the whole output; default: if the options resume.
 
         Raises:
             CkptError: A source is damaged, the output is wrong, or the destination cannot or must not be written.
         """
         options, destination = self.options, self.destination
+        if options.prove and verify is None:
+            verify = partial(self._prove, checkpoint, selected)
         checks = options.read_checks(plan.sources, checkpoint)
         work = options.run_options(checks, self._workers)
         there, overflowed, needs = False, 0, None
@@ -260,6 +265,19 @@ class Run:
             needs=needs,
             kept=tuple(sorted(kept)),
         )
+
+    def _prove(self, checkpoint: Checkpoint, selected: Mapping[str, tuple[State, str]] | None, directory: str) -> str:
+        """Compare a written output with its source; return the digest of the weights.
+
+        Raises:
+            CkptError: The output cannot be read, or differs.
+        """
+        from ckpttool.analysis.digest import same_digest, same_weights
+
+        output = open_checkpoint(directory, opening=self.options.opening, unfinished=True)
+        if selected is None:
+            return same_digest(checkpoint, output, directory, self.options.jobs)
+        return same_weights(checkpoint, selected, output, self.options.jobs)
 
 
 def _in_background(function: Callable[[], Checkpoint]) -> Callable[[], Checkpoint]:

@@ -10,7 +10,7 @@ from ckpttool.api.options import Options
 from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
 from ckpttool.dtypes import short_name
-from ckpttool.formats import Opening, Source, open_checkpoint
+from ckpttool.formats import Opening, Source
 from ckpttool.registry import carry_out, with_options
 from ckpttool.targets.rename_map import read_rename_map
 from ckpttool.targets.weight_files import WeightChoice, plan_weight_files
@@ -157,16 +157,8 @@ def _consolidate(
     checkpoint = source.checkpoint
     made = plan_weight_files(checkpoint, chosen, run.destination.out, source.companions)
     selection = made.selection
-
-    def verify(directory: str) -> str:
-        from ckpttool.analysis.digest import same_digest, same_weights
-
-        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
-        if chosen.optimizer:
-            return same_digest(checkpoint, output, directory, options.jobs)
-        return same_weights(checkpoint, selection.states, output, options.jobs)
-
-    written = run.write(made.plan, checkpoint, last=(made.index,), verify=verify if options.prove else None)
+    selected = None if chosen.optimizer else selection.states
+    written = run.write(made.plan, checkpoint, last=(made.index,), selected=selected)
     return ConsolidateReport(
         written=written,
         tensors=len(selection.weights),

@@ -12,7 +12,7 @@ from ckpttool.arguments import checked_path
 from ckpttool.blocks import Shown
 from ckpttool.dtypes import short_name
 from ckpttool.errors import ArgumentError, LayoutError
-from ckpttool.formats import Opening, Source, open_checkpoint
+from ckpttool.formats import Opening, Source
 from ckpttool.messages import brief
 from ckpttool.model import Buffer
 from ckpttool.registry import carry_out, parameters_of, with_options
@@ -150,14 +150,7 @@ def _convert(
     if asked["buffers"] is not None:
         checkpoint = _with_buffers(checkpoint, asked["buffers"])
     planned = plan(to, checkpoint, asked, tag)
-
-    def verify(directory: str) -> str:
-        from ckpttool.analysis.digest import same_digest
-
-        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
-        return same_digest(checkpoint, output, directory, options.jobs)
-
-    written = run.write(planned.plan, checkpoint, last=planned.last, verify=verify if options.prove else None)
+    written = run.write(planned.plan, checkpoint, last=planned.last)
     notes = (*map(str, checkpoint.notes), *checkpoint.remarks, *planned.losses)
     return ConvertReport(written=written, to=to, tag=tag, notes=notes)
 

@@ -424,7 +424,7 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
         errors += _cut_beside_tag(storage, path)
     metrics = _numbers(checkpoint.client_state) if checkpoint else {}
     torn, being_saved = _torn(storage, path, errors)
-    torn = _incomplete(storage, path) if found.damaged else torn
+    lost = found.damaged
     directory = commit_directory(storage, checkpoint.location)[0] if checkpoint else path
     manifest: Manifest | None = None
     if is_commit(storage, directory):
@@ -432,10 +432,11 @@ def _read_entry(found: Found, latest: bool, reported: bool, opening: Opening) ->
             manifest = read_manifest(storage, directory)
             missing = size_problems(storage, directory, manifest)
             errors += missing
-            torn = _incomplete(storage, path) if missing and _lost(storage, directory, manifest) else torn
+            lost |= bool(missing) and _lost(storage, directory, manifest)
             metrics |= manifest.metrics
         except CkptError as error:
             errors.append(error)
+    torn = _incomplete(storage, path) if lost else torn
     nbytes, modified, sorts = _files(storage, path)
     one = CatalogEntry(
         name=name,

@@ -113,8 +113,7 @@ def run(
         # closing(): no thread may write after the files are closed, even after an error.
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=by_parts), stopped)) as results:
             overflowed = sum(results)
-        sources.finish_checks(jobs=jobs)
-        sources.check_unchanged()
+        sources.finish(jobs=jobs)
     return overflowed
 
 

@@ -179,6 +179,11 @@ class Sources:
             result.append(view[start - at : end - at])
         return result
 
+    def finish(self, *, jobs: int | None = None) -> None:
+        """Check the bytes read and the files, after the last read; errors as for ``finish_checks``."""
+        self.finish_checks(jobs=jobs)
+        self.check_unchanged()
+
     def finish_checks(self, *, jobs: int | None = None) -> None:
         """Compare the bytes read with the recorded checksums, after the last read.
 

@@ -97,7 +97,7 @@ class Slice(NamedTuple):
     """The elements that belong to the whole tensor, and where."""
 
 
-class Merged(Place):
+class Sliced(Place):
     """The elements of a tensor in its slices.
 
     Args:
@@ -183,7 +183,7 @@ def merge_slices(
     """
     dtype = dtype or parts[0][0].dtype
     slices = tuple(Slice(math.prod(state.shape), state.dtype, state.place, tuple(boxes)) for state, boxes in parts)
-    return State(shape, dtype, Merged(math.prod(shape), itemsize(dtype), slices))
+    return State(shape, dtype, Sliced(math.prod(shape), itemsize(dtype), slices))
 
 
 def _placed(extent: np.void, b: Box, width: int) -> Iterator[tuple[int, ...]]:

@@ -447,7 +447,7 @@ class Checkpoint(Shown):
     digests: Mapping[str, Any] | None = field(default=None, repr=False)
     """Digests of the live state at the save, from the manifest (``StateDigest.to_json``); None without them."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Provenance of the run, from the manifest: git revision, command, the checkpoint it was restored from."""
+    """Provenance of the run, from the manifest: git revision, and the checkpoint it was restored from."""
     thin: bool = False
     """Whether ``prune`` has removed the optimizer states, and kept the weights."""
     embedded: Mapping[str, State] = field(default_factory=dict)

@@ -67,7 +67,7 @@ class Index(Protocol):
         """Return the files of rank 0."""
 
 
-class Record(Protocol):
+class ManifestRecord(Protocol):
     """The fields of an extension in the manifest."""
 
     def message(self) -> Any:
@@ -125,7 +125,7 @@ def save(
     files: Sequence[OutgoingFile],
     *,
     failed: CkptError | None = None,
-    records: Sequence[Record] = (),
+    records: Sequence[ManifestRecord] = (),
     index: Index | None = None,
 ) -> Manifest:
     """Save one checkpoint; call it on every rank.
@@ -238,7 +238,7 @@ def _finish(
     claim: Claim,
     request: Request,
     index: Index | None,
-    records: Sequence[Record],
+    records: Sequence[ManifestRecord],
     results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Step 3, on rank 0: commit the save, or remove its files; return the fields of the manifest without the files.

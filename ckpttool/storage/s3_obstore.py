@@ -10,7 +10,7 @@ import os
 import re
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ckpttool.storage.retry import ShortReadError
 
@@ -108,9 +108,8 @@ class ObstoreRanges:
         self._process = os.getpid()
         self._fs = fs
         self._get = obstore.get
-        self._works = False
-        self._given_up = False
-        self._refused: Exception | None = None
+        self._state: Literal["untried", "works", "given up"] = "untried"
+        self._lacked_credentials = False
         client_options: Any = {"allow_http": True, "timeout": "1h", "pool_max_idle_per_host": "64"}
         client_options |= {"connect_timeout": f"{config.connect_timeout}s", "read_timeout": f"{config.read_timeout}s"}
         bundle = next(filter(None, map(os.environ.get, CERTIFICATES)), None)
@@ -137,7 +136,7 @@ class ObstoreRanges:
             ShortReadError: The store sent another range.
             ConnectionError: The connection broke.
         """
-        if self._given_up or os.getpid() != self._process:  # a forked process lacks its threads
+        if self._state == "given up" or os.getpid() != self._process:  # a forked process lacks its threads
             return None
         options: Any = {"range": (start, end)}
         if version:
@@ -151,7 +150,8 @@ class ObstoreRanges:
             return None
         if data is None:
             raise ShortReadError(f"{got[1] - got[0]:,} bytes instead of {end - start:,}")
-        self._works = True
+        if self._state == "untried":
+            self._state = "works"
         return data
 
     def _raise_if_plain(self, text: str) -> None:
@@ -161,18 +161,18 @@ class ObstoreRanges:
         if status in _PLAIN_STATUS or status >= 500:
             code = _CODE.search(text)
             raise AnswerError(code[1] if code else "", status)
-        if not status and self._works and self._refused is None:
+        if not status and self._state == "works" and not self._lacked_credentials:
             raise ConnectionError
-        # obstore fails before its first success: certificates, proxies, regions or signatures may need s3fs.
-        self._given_up = not self._works
-        self._refused = None
+        if self._state == "untried":  # certificates, proxies, regions or signatures may need s3fs
+            self._state = "given up"
+        self._lacked_credentials = False
 
     def _credentials(self) -> dict[str, Any]:
         """Return credentials as botocore finds and renews them; obstore asks again when they are about to expire."""
         try:
             frozen = self._found.get_frozen_credentials()
-        except Exception as error:
-            self._refused = error
+        except Exception:
+            self._lacked_credentials = True
             raise
         return {
             "access_key_id": frozen.access_key,

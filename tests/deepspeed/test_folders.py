@@ -12,6 +12,7 @@ import ckpttool
 from ckpttool.commit.marks import Pin, write_pin
 from ckpttool.errors import LayoutError, StorageError
 from ckpttool.integrations.live.folders import Folders, candidates_in, check_no_foreign
+from ckpttool.integrations.live.options import SaveOptions
 from ckpttool.saving.coordination import Alone
 from ckpttool.storage import LOCAL, MANIFEST, MARK, walk
 from tests.rooms import present
@@ -46,7 +47,7 @@ def test_nothing_is_removed_before_a_save_that_is_refused(
         bucket: Bucket = request.getfixturevalue("s3")
         bucket.upload(tmp_path, "root")
         root = bucket.url("root")
-    folders = Folders(root)
+    folders = Folders(root, SaveOptions())
     before = dict(walk(folders.storage, f"{root}/checkpoint-2")).keys()
     if what == "whole":
         folders._begin(f"{root}/checkpoint-2", is_folder=False)

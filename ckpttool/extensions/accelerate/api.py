@@ -43,7 +43,8 @@ from ckpttool.integrations.live.folders import (
     set_rng_of,
     was_within_epoch,
 )
-from ckpttool.integrations.live.request import DISTRIBUTED, Written
+from ckpttool.integrations.live.options import SaveOptions
+from ckpttool.integrations.live.request import DISTRIBUTED, FrameworkFiles
 from ckpttool.integrations.patches import check_signatures, nothing, replaced, scratch_directory, write_file
 from ckpttool.integrations.torch.live import unwrapped
 from ckpttool.model.names import plain_name
@@ -80,30 +81,11 @@ RANDOM = "random_states_{}.pkl"
 class AcceleratorSaves:
     """The committed saves of one ``Accelerator``; made by ``prepare``."""
 
-    def __init__(
-        self,
-        accelerator: Any,
-        *,
-        root: str | None,
-        async_save: bool,
-        timeout: float,
-        grace: float,
-        storage_options: Mapping[str, Any] | None,
-        allow: Collection[str],
-        given: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, accelerator: Any, options: SaveOptions, *, root: str | None, grace: float) -> None:
         self._accelerator = accelerator
         self._save_state, self._load_state = accelerator.save_state, accelerator.load_state
         self._root, self._grace = root, grace
-        self._folders = FoldersByStorage(
-            async_save=async_save,
-            timeout=timeout,
-            storage_options=storage_options,
-            allow=allow,
-            given=given,
-            on_save=self._note,
-            layout="accelerate",
-        )
+        self._folders = FoldersByStorage(options, on_save=self._note, layout="accelerate")
         self._folder = ""
         self.last_save: SaveReport | None = None
         """Report of the last save of this rank."""
@@ -387,7 +369,13 @@ def prepare(
         PlanError: This release of Accelerate has other methods, or the accelerator uses neither DeepSpeed, FSDP2 nor
             DDP, or was prepared before.
     """
-    options = values_of("prepare", given)
+    options = SaveOptions(
+        async_save=async_save,
+        timeout=timeout,
+        storage_options=storage_options,
+        allow=allow,
+        given=values_of("prepare", given),
+    )
     release = f"accelerate {accelerate.__version__}"
     check_signatures(accelerate.Accelerator, PARAMETERS, release=release, known="accelerate 1.11 to 1.15")
     if isinstance(getattr(accelerator.save_state, "__self__", None), AcceleratorSaves):
@@ -399,16 +387,8 @@ def prepare(
     if _uses(accelerator) == "FSDP2" and "SHARDED" not in str(accelerator.state.fsdp_plugin.state_dict_type):
         problem = f"has fsdp_plugin.state_dict_type {accelerator.state.fsdp_plugin.state_dict_type}"
         raise PlanError("Accelerator", problem, 'pass state_dict_type="SHARDED_STATE_DICT" to the plugin')
-    saves = AcceleratorSaves(
-        accelerator,
-        root=None if root is None else checked_path("root", root),
-        async_save=async_save,
-        timeout=timeout,
-        grace=grace,
-        storage_options=storage_options,
-        allow=allow,
-        given=options,
-    )
+    root = None if root is None else checked_path("root", root)
+    saves = AcceleratorSaves(accelerator, options, root=root, grace=grace)
     accelerator.save_state, accelerator.load_state = saves.save_state, saves.load_state
     return saves
 
@@ -434,13 +414,13 @@ def _without_state(original: Callable[..., Any], accelerator: Any) -> Callable[.
     return rest
 
 
-def _written(accelerator: Any, model: Any) -> Written:
+def _written(accelerator: Any, model: Any) -> FrameworkFiles:
     """Return how Accelerate itself writes the model and the optimizer: under DDP by the names of the wrapped model."""
     if _uses(accelerator) != "DDP":
         return DISTRIBUTED
     names = dict(zip(map(plain_name, unwrapped(model).state_dict()), model.state_dict(), strict=True))
     wrapped = any(name != own for name, own in names.items())
-    return Written(("model.safetensors", "optimizer.bin"), names if wrapped else None)
+    return FrameworkFiles(("model.safetensors", "optimizer.bin"), names if wrapped else None)
 
 
 def _find(

@@ -53,7 +53,8 @@ from ckpttool.integrations.live.folders import (
     set_rng_of,
     show_log,
 )
-from ckpttool.integrations.live.request import Written
+from ckpttool.integrations.live.options import SaveOptions
+from ckpttool.integrations.live.request import FrameworkFiles
 from ckpttool.integrations.patches import (
     check_signatures,
     make_folder,
@@ -425,12 +426,16 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         if export_dtype not in {None, *TRAINING_DTYPES}:
             raise ArgumentError("export_dtype", f"is {export_dtype!r}", "pass fp32, bf16 or fp16")
         self._root = None if root is None else checked_path("root", root)
-        self._async_save, self._auto_resume = async_save, auto_resume
+        self._auto_resume, self._grace = auto_resume, grace
         self._export_every, self._export_dtype = export_every, export_dtype
         self._export_to = None if export_to is None else checked_path("export_to", export_to)
-        self._timeout, self._grace = timeout, grace
-        self._storage_options, self._allow = storage_options, allow
-        self._given = values_of("CkptCallback", given)
+        self._options = SaveOptions(
+            async_save=async_save,
+            timeout=timeout,
+            storage_options=storage_options,
+            allow=allow,
+            given=values_of("CkptCallback", given),
+        )
         self._saves: Folders | None = None
         self._output_dir = ""
         self._exporter: Exporter | None = None
@@ -477,16 +482,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         root = self._root
         if root is None and current_run() is None:
             root = os.path.abspath(output_dir)
-        self._saves = Folders(
-            root,
-            async_save=self._async_save,
-            timeout=self._timeout,
-            allow=self._allow,
-            given=self._given,
-            storage_options=self._storage_options,
-            on_save=self._note,
-            layout="accelerate",
-        )
+        self._saves = Folders(root, self._options, on_save=self._note, layout="accelerate")
         self._current = None
         return self._saves
 
@@ -561,8 +557,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
         def start() -> None:
             if self._exporter is None:
+                storage_options = self._options.storage_options
                 self._exporter = Exporter(
-                    self._dtype(trainer), adapter_only=is_adapter(trainer), storage_options=self._storage_options
+                    self._dtype(trainer), adapter_only=is_adapter(trainer), storage_options=storage_options
                 )
             self._exporter.start(folder, out, trainer._push_from_checkpoint if pushes else None)
 
@@ -607,12 +604,12 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         temporary = os.path.join(os.path.abspath(output_dir), ".ckpttool-weights")
         if folder is None:
             folder = os.path.join(temporary, "saved")
-            Folders(temporary, timeout=self._timeout).save(run, folder, tag=None, files={})
+            Folders(temporary, SaveOptions(timeout=self._options.timeout)).save(run, folder, tag=None, files={})
         source, dtype, adapter = folder, self._dtype(trainer), is_adapter(trainer)
 
         def write() -> None:
             out = os.path.join(temporary, "weights")
-            export(source, out, dtype=dtype, adapter_only=adapter, storage_options=self._storage_options)
+            export(source, out, dtype=dtype, adapter_only=adapter, storage_options=self._options.storage_options)
             move_weights(out, output_dir)
             LOCAL.remove_tree(temporary)
 
@@ -772,11 +769,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             LOG.warning("%s has no random number states for other ranks: they start again", resume.report.path)
 
 
-def _written(trainer: Any) -> Written:
+def _written(trainer: Any) -> FrameworkFiles:
     """Return how the Trainer itself writes the model and the optimizer."""
     names = names_of_adapter(trainer.model) if is_adapter(trainer) and not trainer.is_deepspeed_enabled else None
     weights = "model.safetensors" if names is None else "adapter_model.safetensors"
-    return Written((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
+    return FrameworkFiles((weights, OPTIMIZER) if is_replicated(trainer) else None, names)
 
 
 def _given_folder(saves: Folders, given: str, output_dir: str) -> str:

@@ -35,6 +35,7 @@ from ckpttool.errors import ArgumentError, CkptError, LayoutError, PlanError
 from ckpttool.formats.scan import scan
 from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.folders import Folders, FoldersByStorage, candidates_in, current_run, set_rng_of
+from ckpttool.integrations.live.options import SaveOptions
 from ckpttool.integrations.patches import check_signatures
 from ckpttool.integrations.torch.run import TorchRun
 from ckpttool.messages import brief
@@ -90,15 +91,14 @@ class CkptSaves:
         names = [option.name for option in options_of("CkptSaves")]
         given = {name: arguments.pop(name) for name in names if name in arguments}
         super().__init__(*args, **arguments)
-        self._folders = FoldersByStorage(
+        options = SaveOptions(
             async_save=async_save,
             timeout=save_timeout,
             storage_options=storage_options,
             allow=allow,
             given=given,
-            on_save=self._note,
-            layout="lightning",
         )
+        self._folders = FoldersByStorage(options, on_save=self._note, layout="lightning")
         self._rng_of: LoadReport | None = None
         self.last_save: SaveReport | None = None
         """Report of the last save of this rank."""

@@ -14,7 +14,7 @@ from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError
 from ckpttool.extensions.merging.averaging import DECAYS, decay_weights, moving_average_weights, place_of
 from ckpttool.extensions.merging.averaging import average as average_of
-from ckpttool.formats import Opening, Source, open_checkpoint
+from ckpttool.formats import Opening, Source
 from ckpttool.formats.sidecars import find_sidecars
 from ckpttool.messages import brief
 from ckpttool.model.selection import matcher
@@ -298,16 +298,8 @@ def _average(
     )
     newest = sources[mean.newest]
     made = _plan_zero(mean, newest, request) if request.to == "zero" else _plan_weights(mean, newest, request)
-
-    def verify(directory: str) -> str:
-        from ckpttool.analysis.digest import same_digest, same_weights
-
-        output = open_checkpoint(directory, opening=options.opening, unfinished=True)
-        if made.selection is None:
-            return same_digest(mean.checkpoint, output, directory, options.jobs)
-        return same_weights(mean.checkpoint, made.selection.states, output, options.jobs)
-
-    written = run.write(made.plan, mean.checkpoint, last=(made.last,), verify=verify if options.prove else None)
+    selected = None if made.selection is None else made.selection.states
+    written = run.write(made.plan, mean.checkpoint, last=(made.last,), selected=selected)
     tensors, tied = _contents(mean.checkpoint, made.selection)
     total = sum(weighting)
     return AverageReport(

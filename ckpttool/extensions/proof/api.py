@@ -156,8 +156,9 @@ def prove(  # noqa: PLR0913  public API
     asked: dict[str, Any] = {"src": repr(src), "tag": tag, "weights_only": weights_only}
     asked |= {"optimizer": optimizer is not None, "scheduler": scheduler is not None, "extra": sorted(extra or {})}
     paths = ranks.together("prove", partial(source_paths, src), asked)
-    read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names)
-    checkpoint = open_together(paths[0], source_storage(paths, opening), read, ranks)
+    storage = source_storage(paths, opening)
+    read = partial(open_checkpoint, paths, tag=tag, storage=storage, trust_names=trust_names)
+    checkpoint = open_together(paths[0], storage, read, ranks)
     subject = partial(_state_of, model, optimizer, scheduler, extra)
     return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
 

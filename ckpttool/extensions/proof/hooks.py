@@ -26,8 +26,8 @@ MOST_WARNINGS = 5
 """Most warnings of a save about an inconsistent state."""
 
 
-class Record:
-    """The digests of this rank for the manifest: a ``saving.two_phase.Record``.
+class DigestRecord:
+    """The digests of this rank for the manifest: a ``saving.two_phase.ManifestRecord``.
 
     Args:
         digests: The digests of each engine by its name, or of the run under ""; None if its parts cannot be digested.
@@ -75,7 +75,7 @@ def _module_of(live: Any) -> Any:
     return torch_state
 
 
-def after_capture(captured: Captured, save: Save, ranks: Ranks, *, waits: bool) -> Record:
+def after_capture(captured: Captured, save: Save, ranks: Ranks, *, waits: bool) -> DigestRecord:
     """Return the record of the captured state; other parts are digested at once, unless the train loop waits."""
     digests: dict[str, SavedDigests | None] = dict.fromkeys(captured.states)
     rank_state = save.rank_state
@@ -88,7 +88,7 @@ def after_capture(captured: Captured, save: Save, ranks: Ranks, *, waits: bool) 
             if ranks.rank == 0:
                 LOG.warning("the save records no digests, so that a restore is proven only by its files: %s", why)
         rank_state = None  # the first engine has the states of the ranks
-    return Record(digests)
+    return DigestRecord(digests)
 
 
 def before_load(live: Any, options: LoadOptions) -> None:

@@ -17,7 +17,7 @@ import torch
 from ckpttool import digests
 from ckpttool.checksums import crc32
 from ckpttool.dtypes import BY_TORCH_NAME
-from ckpttool.extensions.proof.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, RankFacts
+from ckpttool.extensions.proof.rank_digest import BOX, COPY, NO_SUM, RankDigest, RankFacts, WholeTensor
 from ckpttool.extensions.proof.state_digest import NOT_HYPERPARAMETERS, PYTHON, items_of, leaves
 from ckpttool.integrations.torch.digest import as_array, digest, tensor_text
 from ckpttool.integrations.torch.live import is_number
@@ -73,7 +73,7 @@ class LiveState(RankFacts):
             for p, (value, checksum) in zip(self.pieces, values, strict=True)
         ]
         return RankDigest(
-            parts=[Part(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
+            tensors=[WholeTensor(p.key, p.name, p.dtype, p.shape, p.is_buffer) for p in self.pieces],
             rows=np.array(rows, dtype=np.uint64).reshape(-1, 5),
             **{name: getattr(self, name) for name in RankFacts.__dataclass_fields__},
         )

@@ -20,7 +20,7 @@ from ckpttool.model import MODULE
 from ckpttool.model.items import OPTION, STATE, STEP, WEIGHTS, Fact, Item, Mismatch, TensorDigest, told
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from numpy.typing import NDArray
 
@@ -37,8 +37,8 @@ BOX = 1 << 63
 """Set in the place of a part that is not one run of elements; the other bits identify it."""
 
 
-class Part(NamedTuple):
-    """A tensor; a rank has a part of it."""
+class WholeTensor(NamedTuple):
+    """A tensor of the run; a rank has a part of it."""
 
     key: str
     """State: "weights", "module", "exp_avg"."""
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     dtype: str
     """Type in safetensors' spelling."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Its shape."""
     is_buffer: bool = False
     """True for a buffer: each rank may have its own values."""
 
@@ -85,8 +85,8 @@ class RankFacts:
 class RankDigest(RankFacts):
     """The digests of one rank."""
 
-    parts: Sequence[Part]
-    """The tensors; it has a part of each."""
+    tensors: Sequence[WholeTensor]
+    """The tensor of each of its parts; several parts may be of one."""
     rows: NDArray[np.uint64]
     """For each part: its first element in C order (or ``BOX`` and an identifier), its elements, the lanes of its
     digest, and the CRC-32 of its bytes, with ``COPY`` if another rank digests it, or ``NO_SUM``: replicas are then
@@ -113,8 +113,11 @@ def _unpacked(name: str, text: str) -> Any:
     data = zlib.decompress(base64.b64decode(text))
     if name == "rows":
         return np.frombuffer(data, dtype=np.uint64).reshape(-1, 5)
-    if name == "parts":
-        return [Part(key, name, dtype, tuple(shape), buffer) for key, name, dtype, shape, buffer in json.loads(data)]
+    if name == "tensors":
+        return [
+            WholeTensor(key, name, dtype, tuple(shape), is_buffer)
+            for key, name, dtype, shape, is_buffer in json.loads(data)
+        ]
     return json.loads(data)
 
 
@@ -270,94 +273,168 @@ def _apart(
 def _merge_parts(
     ranks: Sequence[RankDigest], *, whole: bool
 ) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], Apart, dict[str, list[int]], list[str]]:
-    """Add the digests of the parts of each tensor; parts that several ranks have must be equal, and count once.
-
-    Of equal parts one is digested; each of the others has that digest, or the checksum of its bytes. Ranks may have
-    their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
+    """Merge the tensors of all ranks.
 
     Returns:
         The tensors; contradictions; the buffers that differ between ranks, or that some lack; the ranks that have each
         parameter; and weights that some ranks lack.
     """
-    numbers: dict[Part, int] = {}
-    indexes: dict[int, NDArray[np.uint64]] = {}
-    for own in ranks:
-        if id(own.parts) not in indexes:
-            found = [numbers.setdefault(part, len(numbers)) for part in own.parts]
-            indexes[id(own.parts)] = np.array(found, dtype=np.uint64)
-    rows = np.concatenate([own.rows for own in ranks])
-    tensor = np.concatenate([indexes[id(own.parts)] for own in ranks])
-    rank = np.repeat(np.arange(len(ranks)), [len(own.rows) for own in ranks])
-    order = np.lexsort((rank, rows[:, 4] >> np.uint64(32), rows[:, 1], rows[:, 0], tensor))  # copies last
-    rows, tensor, rank = rows[order], tensor[order], rank[order]
-    parts = list(numbers)
-    bounds = np.searchsorted(tensor, np.arange(len(parts) + 1, dtype=np.uint64)).tolist()
-    of_tensor = list(itertools.starmap(slice, itertools.pairwise(bounds)))
-    ranks_of = [sorted({*rank[one].tolist()}) for one in of_tensor]
-    new = np.ones(len(rows), dtype=bool)
-    new[1:] = (tensor[1:] != tensor[:-1]) | (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
-    first = np.flatnonzero(new)[np.cumsum(new) - 1]
-    mismatches = []
-    odd = {n for n, part in enumerate(parts) if part.is_buffer and bounds[n + 1] - bounds[n] < len(ranks)}
-    sums, digested = rows[:, 4], rows[:, 2:4]
-    differing = np.where(sums >= COPY, sums ^ sums[first] != COPY, (digested != digested[first]).any(axis=1))
-    for index in np.flatnonzero(differing).tolist():
-        part = parts[int(tensor[index])]
-        if part.is_buffer:
-            odd.add(int(tensor[index]))
-            continue
-        two = sorted((int(rank[first[index]]), int(rank[index])))
-        problem = f"differs between ranks {two[0]} and {two[1]}, which have the same part"
-        mismatches.append(Mismatch(part.key, part.name, problem, of_values=True))
-    buffers = _buffers([(parts[n], of_tensor[n]) for n in sorted(odd)], rows, rank, len(ranks))
-    tensors: dict[str, dict[str, TensorDigest]] = {}
-    once_each = rows[:, 1:4] * new[:, None]
-    totals = np.add.reduceat(once_each, bounds[:-1], axis=0) if len(rows) else once_each
-    places = np.column_stack([rank.astype(np.uint64), rows[:, :2]])
-    weights: dict[str, int] = {}
-    uncovered: list[Mismatch] = []
-    retyped: set[str] = set()
-    for number, (part, (covered, low, high)) in enumerate(zip(parts, totals.tolist(), strict=True)):
-        total = math.prod(part.shape)
-        if part.name in tensors.setdefault(part.key, {}):
-            both = (number, next(n for n, other in enumerate(parts) if other[:2] == part[:2]))
-            held = [told(TensorDigest(*parts[n][2:4], 0)) + on_ranks(ranks_of[n]) for n in both]
-            mismatches.append(Mismatch(part.key, part.name, f"is {', but '.join(held)}"))
-            retyped.add(part.name)
-        elif covered != total:
-            problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
-            uncovered.append(Mismatch(part.key, part.name, problem))
-        one = TensorDigest(part.dtype, part.shape, digests.joined(np.array([low, high], dtype=np.uint64)))
-        tensors[part.key].setdefault(part.name, one)
-        if part.key in {WEIGHTS, MODULE} and (part.name not in weights or parts[weights[part.name]].key != WEIGHTS):
-            weights[part.name] = number
-    for number, part in enumerate(parts if whole else ()):
-        if part.key in {WEIGHTS, MODULE, GATHERED} or part.name in retyped or part.name not in weights:
-            continue
-        there, of_weights = of_tensor[number], of_tensor[weights[part.name]]
-        lacking = sorted({*ranks_of[weights[part.name]]} - {*ranks_of[number]})
-        alike = part.shape == parts[weights[part.name]].shape
-        if lacking and (alike or (rows[there, 1] == math.prod(part.shape)).all()):
-            mismatches.append(Mismatch(part.key, part.name, f"is missing{on_ranks(lacking)}"))
-        elif alike and not np.array_equal(places[there], places[of_weights]):
-            other = {*map(tuple, places[there].tolist())} ^ {*map(tuple, places[of_weights].tolist())}
-            problem = f"has other elements than the weights{on_ranks(sorted({one[0] for one in other}))}"
-            mismatches.append(Mismatch(part.key, part.name, problem))
-    lost, spread = _unheld(parts, ranks_of, ranks) if whole else ([], [])
-    mismatches += lost
+    table = _table(ranks)
+    mismatches, buffers = _compare_replicas(table, len(ranks))
+    tensors, retyped, uncovered = _add_parts(table)
+    weights = _weights(table.tensors)
+    mismatches += retyped
+    spread: list[str] = []
+    if whole:
+        lost, spread = _unheld(table, ranks)
+        mismatches += [*_unlike_weights(table, weights, {one.name for one in retyped}), *lost]
     located = {one[:2] for one in mismatches}
     mismatches += [one for one in uncovered if one[:2] not in located]
     for name, gathered in tensors.pop(GATHERED, {}).items():
         key = MODULE if name in tensors.get(MODULE, {}) else WEIGHTS
-        same = tensors[key][name].value == gathered.value
-        mismatches += [] if same else [Mismatch(key, name, UNLIKE)]
-    holders = {name: ranks_of[number] for name, number in weights.items()}
+        if tensors[key][name].value != gathered.value:
+            mismatches.append(Mismatch(key, name, UNLIKE))
+    holders = {name: table.ranks_of[number] for name, number in weights.items()}
     return tensors, mismatches, buffers, holders, spread
 
 
-def _unheld(
-    parts: Sequence[Part], holders: Sequence[Sequence[int]], ranks: Sequence[RankDigest]
-) -> tuple[list[Mismatch], list[str]]:
+class _Table(NamedTuple):
+    """The parts of all ranks, sorted: the parts of a tensor are together, and in it replicas, the digested ones first.
+
+    Ranks 0 and 1 have the first half of A, which has 8 elements, and rank 2 the second; all of B is on ranks 0 and 2::
+
+        part  tensor  rank  first  elements  digest  original
+          0     A      0      0       4        a0       0
+          1     A      1      0       4        a0       0     a replica: it must equal part 0
+          2     A      2      4       4        a4       2
+          3     B      0      0       3        b0       3
+          4     B      2      0       3        b0       3     a replica: it must equal part 3
+
+    A has 4 + 4 = 8 elements on all ranks, and its digest is a0 + a4: each part counts once.
+    """
+
+    tensors: list[WholeTensor]
+    """Each tensor once, in any order."""
+    tensor: NDArray[np.uint64]
+    """Index in ``tensors``, for each part; so are the next three."""
+    rank: NDArray[np.intp]
+    """The rank that has it."""
+    rows: NDArray[np.uint64]
+    """Its row of ``RankDigest.rows``."""
+    original: NDArray[np.intp]
+    """Index of the first of its replicas."""
+    of_tensor: list[slice]
+    """The parts of each tensor."""
+    ranks_of: list[list[int]]
+    """The ranks that have a part of each tensor, ascending."""
+
+
+def _table(ranks: Sequence[RankDigest]) -> _Table:
+    numbers: dict[WholeTensor, int] = {}
+    indexes: dict[int, NDArray[np.uint64]] = {}
+    for own in ranks:
+        if id(own.tensors) not in indexes:
+            found = [numbers.setdefault(one, len(numbers)) for one in own.tensors]
+            indexes[id(own.tensors)] = np.array(found, dtype=np.uint64)
+    rows = np.concatenate([own.rows for own in ranks])
+    tensor = np.concatenate([indexes[id(own.tensors)] for own in ranks])
+    rank = np.repeat(np.arange(len(ranks)), [len(own.rows) for own in ranks])
+    order = np.lexsort((rank, rows[:, 4] >> np.uint64(32), rows[:, 1], rows[:, 0], tensor))  # copies last
+    rows, tensor, rank = rows[order], tensor[order], rank[order]
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (tensor[1:] != tensor[:-1]) | (rows[1:, :2] != rows[:-1, :2]).any(axis=1)
+    bounds = np.searchsorted(tensor, np.arange(len(numbers) + 1, dtype=np.uint64)).tolist()
+    of_tensor = list(itertools.starmap(slice, itertools.pairwise(bounds)))
+    return _Table(
+        tensors=list(numbers),
+        tensor=tensor,
+        rank=rank,
+        rows=rows,
+        original=np.flatnonzero(new)[np.cumsum(new) - 1],
+        of_tensor=of_tensor,
+        ranks_of=[sorted({*rank[one].tolist()}) for one in of_tensor],
+    )
+
+
+def _compare_replicas(table: _Table, ranks: int) -> tuple[list[Mismatch], Apart]:
+    """Compare each part with the first of its replicas: by its digest, or by its checksum if it is not digested.
+
+    Ranks may have their own values of a buffer, such as the statistics of a batch norm: the first rank's count.
+
+    Returns:
+        Parts that differ; and the buffers that differ, or that some ranks lack.
+    """
+    mismatches = []
+    sizes = [there.stop - there.start for there in table.of_tensor]
+    odd = {n for n, (one, size) in enumerate(zip(table.tensors, sizes, strict=True)) if one.is_buffer and size < ranks}
+    sums, digested, first = table.rows[:, 4], table.rows[:, 2:4], table.original
+    differing = np.where(sums >= COPY, sums ^ sums[first] != COPY, (digested != digested[first]).any(axis=1))
+    for index in np.flatnonzero(differing).tolist():
+        number = int(table.tensor[index])
+        one = table.tensors[number]
+        if one.is_buffer:
+            odd.add(number)
+            continue
+        two = sorted((int(table.rank[first[index]]), int(table.rank[index])))
+        problem = f"differs between ranks {two[0]} and {two[1]}, which have the same part"
+        mismatches.append(Mismatch(one.key, one.name, problem, of_values=True))
+    return mismatches, _buffers(table, sorted(odd), ranks)
+
+
+def _add_parts(table: _Table) -> tuple[dict[str, dict[str, TensorDigest]], list[Mismatch], list[Mismatch]]:
+    """Add the digests of the parts of each tensor; replicas count once.
+
+    Returns:
+        The tensors; tensors that ranks have in another type or shape; and tensors that their parts do not cover once.
+    """
+    once_each = table.rows[:, 1:4] * (table.original == np.arange(len(table.rows)))[:, None]
+    starts = [there.start for there in table.of_tensor]
+    totals = np.add.reduceat(once_each, starts, axis=0) if starts else once_each
+    tensors: dict[str, dict[str, TensorDigest]] = {}
+    retyped, uncovered = [], []
+    for number, (one, (covered, low, high)) in enumerate(zip(table.tensors, totals.tolist(), strict=True)):
+        total = math.prod(one.shape)
+        if one.name in tensors.setdefault(one.key, {}):
+            both = (number, next(n for n, other in enumerate(table.tensors) if other[:2] == one[:2]))
+            held = [told(TensorDigest(*table.tensors[n][2:4], 0)) + on_ranks(table.ranks_of[n]) for n in both]
+            retyped.append(Mismatch(one.key, one.name, f"is {', but '.join(held)}"))
+        elif covered != total:
+            problem = f"has parts of {covered:,} elements on all ranks, of {total:,}"
+            uncovered.append(Mismatch(one.key, one.name, problem))
+        value = digests.joined(np.array([low, high], dtype=np.uint64))
+        tensors[one.key].setdefault(one.name, TensorDigest(one.dtype, one.shape, value))
+    return tensors, retyped, uncovered
+
+
+def _weights(tensors: Sequence[WholeTensor]) -> dict[str, int]:
+    """Return the index of the weights of each parameter and buffer; of the module's copy where it is alone."""
+    found: dict[str, int] = {}
+    for number, one in enumerate(tensors):
+        if one.key in {WEIGHTS, MODULE} and (one.name not in found or tensors[found[one.name]].key != WEIGHTS):
+            found[one.name] = number
+    return found
+
+
+def _unlike_weights(table: _Table, weights: Mapping[str, int], retyped: Collection[str]) -> list[Mismatch]:
+    """Return the states of the optimizer that some ranks lack, or have other elements of, than of the weights."""
+    found = []
+    places = np.column_stack([table.rank.astype(np.uint64), table.rows[:, :2]])
+    for number, one in enumerate(table.tensors):
+        if one.key in {WEIGHTS, MODULE, GATHERED} or one.name in retyped or one.name not in weights:
+            continue
+        there, of_weights = table.of_tensor[number], table.of_tensor[weights[one.name]]
+        lacking = sorted({*table.ranks_of[weights[one.name]]} - {*table.ranks_of[number]})
+        alike = one.shape == table.tensors[weights[one.name]].shape
+        if lacking and (alike or (table.rows[there, 1] == math.prod(one.shape)).all()):
+            found.append(Mismatch(one.key, one.name, f"is missing{on_ranks(lacking)}"))
+        elif alike and not np.array_equal(places[there], places[of_weights]):
+            other = {*map(tuple, places[there].tolist())} ^ {*map(tuple, places[of_weights].tolist())}
+            problem = f"has other elements than the weights{on_ranks(sorted({rank for rank, *_ in other}))}"
+            found.append(Mismatch(one.key, one.name, problem))
+    return found
+
+
+def _unheld(table: _Table, ranks: Sequence[RankDigest]) -> tuple[list[Mismatch], list[str]]:
     """Return the weights that some ranks lack.
 
     Stages of a pipeline, and ranks with other experts, each have weights that others lack. A rank that only lacks some
@@ -366,13 +443,13 @@ def _unheld(
     Returns:
         Weights that ranks have lost; and the names of others.
     """
-    copied = {part.name for part in parts if part.key == MODULE}
+    copied = {one.name for one in table.tensors if one.key == MODULE}
     masters = {name for own in ranks if own.partitioned for name in own.group_of} - copied
     held: dict[str, set[int]] = {}
-    for part, there in zip(parts, holders, strict=True):
-        divided = part.is_buffer or part.name in masters or EXPERT.search(part.name) is not None
-        if part.key == (MODULE if part.name in copied else WEIGHTS) and not divided:
-            held.setdefault(part.name, set()).update(there)
+    for one, there in zip(table.tensors, table.ranks_of, strict=True):
+        divided = one.is_buffer or one.name in masters or EXPERT.search(one.name) is not None
+        if one.key == (MODULE if one.name in copied else WEIGHTS) and not divided:
+            held.setdefault(one.name, set()).update(there)
     odd = {name: own for name, own in held.items() if len(own) < len(ranks)}
     names = [frozenset(name for name, own in odd.items() if rank in own) for rank in range(len(ranks) if odd else 0)]
     less = [(own or len(odd) < len(held)) and any(own < other for other in {*names}) for own in names]
@@ -386,13 +463,14 @@ def _unheld(
     return lost, spread
 
 
-def _buffers(odd: Sequence[tuple[Part, slice]], rows: NDArray[np.uint64], rank: NDArray[np.intp], ranks: int) -> Apart:
-    """Return the ranks that have each value of some buffers, each given with its rows; None for ranks that lack it."""
+def _buffers(table: _Table, numbers: Sequence[int], ranks: int) -> Apart:
+    """Return the ranks that have each value of some buffers; None for ranks that lack it."""
     result: dict[Item, dict[Fact | None, list[int]]] = {}
-    for part, there in odd:
-        found = result.setdefault(Item(STATE, WEIGHTS, part.name), {})
-        for lanes, own in zip(rows[there, 2:4], rank[there].tolist(), strict=True):
-            found.setdefault(TensorDigest(part.dtype, part.shape, digests.joined(lanes)), []).append(own)
+    for number in numbers:
+        one, there = table.tensors[number], table.of_tensor[number]
+        found = result.setdefault(Item(STATE, WEIGHTS, one.name), {})
+        for lanes, own in zip(table.rows[there, 2:4], table.rank[there].tolist(), strict=True):
+            found.setdefault(TensorDigest(one.dtype, one.shape, digests.joined(lanes)), []).append(own)
     for found in result.values():
         lacking = sorted({*range(ranks)}.difference(*found.values()))
         found |= {None: lacking} if lacking else {}

@@ -99,8 +99,7 @@ def statistics(
         tasks = (partial(_one, sources, content, magnitudes, advance) for content in tensors)
         with contextlib.closing(in_order(tasks, jobs or default_jobs(remote=sources.remote))) as results:
             yield from results
-        sources.finish_checks(jobs=jobs)
-        sources.check_unchanged()
+        sources.finish(jobs=jobs)
 
 
 def _one(sources: Sources, content: Content, magnitudes: bool, advance: Advance) -> TensorStats:

@@ -108,8 +108,7 @@ def _fill(read: _Read, options: LoadOptions, ranks: Ranks) -> None:
         CkptError: Reading failed on a rank; on every rank.
     """
     prepared = cast("PlannedState", read.prepared)
-    filled = attempt(partial(fill_engine, read.live, prepared, options))
-    ranks.exchange(prepared.checkpoint.location, filled.check, lambda _: None)
+    ranks.together(prepared.checkpoint.location, partial(fill_engine, read.live, prepared, options))
     if prepared.checks is not None:
         check_on_all_ranks(prepared.checks, prepared.checkpoint, ranks)
 

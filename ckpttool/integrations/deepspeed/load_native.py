@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import LayoutError
-from ckpttool.execution.checks import checks_for
-from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.integrations.deepspeed.prepared import NativeState
-from ckpttool.integrations.torch.objects import read_objects
-from ckpttool.plan.builder import source_files
+from ckpttool.integrations.torch.objects import read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,15 +41,10 @@ def read_native(
     needed = [name for name in native_files(live, list(numbers)) if name in numbers]
     nbytes = sum(checkpoint.files[numbers[name]].nbytes for name in needed)
 
-    def read_file(name: str) -> Any:
+    def read(name: str) -> Any:
         if name not in numbers:
             raise LayoutError(f"{checkpoint.location}/{name}", "is missing", "restore it from a copy")
-        checks = checks_for(source_files(checkpoint), checkpoint, options.check)
-        with Sources(source_files(checkpoint), checks) as sources:
-            content = read_objects(StoredFile(sources[numbers[name]], memory=options.memory_bytes), options.allow)
-            sources.finish_checks()
-            sources.check_unchanged()
-        return content
+        return read_file(checkpoint, numbers[name], options)
 
     # Without ZeRO the optimizer only numbers its parameters: names come from a comparison of weights.
     by_name = (
@@ -62,7 +53,7 @@ def read_native(
     files: dict[str, Any] = {}
     reads = not options.dry_run or (not live.stage and (not by_name or stage0.needs_weights(live, checkpoint)))
     if reads:
-        files = {name: _completed(live, _rigid(live, read_file(name))) for name in needed}
+        files = {name: _completed(live, _rigid(live, read(name))) for name in needed}
     for content in files.values():
         if (base := base_state(content)) is not None:
             check_form(live, checkpoint, base)
@@ -79,7 +70,7 @@ def read_native(
         fitted=fitted,
         nbytes_read=nbytes,
         files=files,
-        read_file=read_file,
+        read_file=read,
         notes=(*notes, *map(str, checkpoint.notes), *checkpoint.remarks),
     )
 

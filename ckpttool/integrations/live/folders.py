@@ -30,7 +30,7 @@ from ckpttool.formats.sidecars import PATTERNS
 from ckpttool.formats.unfinished import is_unfinished
 from ckpttool.formats.weights import OPTIMIZER
 from ckpttool.integrations.live.manager import CheckpointManager
-from ckpttool.integrations.live.options import LoadOptions
+from ckpttool.integrations.live.options import LoadOptions, SaveOptions
 from ckpttool.integrations.live.rank_states import RankStates
 from ckpttool.integrations.live.request import DISTRIBUTED, Save
 from ckpttool.integrations.patches import write_file
@@ -38,7 +38,6 @@ from ckpttool.integrations.torch.collectives import open_together, ranks_of_proc
 from ckpttool.integrations.torch.rng import rng_state, set_rng_state
 from ckpttool.integrations.torch.run_state import load_options
 from ckpttool.saving.claim import check_not_only, check_not_pinned
-from ckpttool.saving.coordination import TIMEOUT
 from ckpttool.storage import connect, local_path, open_storage, scheme_of
 from ckpttool.storage.confined import confined
 
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.scan import Found
     from ckpttool.integrations.live.report import LoadReport, SaveReport
-    from ckpttool.integrations.live.request import Written
+    from ckpttool.integrations.live.request import FrameworkFiles
     from ckpttool.integrations.live.run import Run
     from ckpttool.integrations.ray_run import RayRun
     from ckpttool.model import Checkpoint
@@ -96,12 +95,7 @@ class Folders:
     Args:
         root: A directory or URL on the storage of all checkpoints; in a worker of Ray Train None for the directory of
             the run: each save is then reported to Ray.
-        async_save: Return after the state is copied to host memory, and write in the background.
-        timeout: Seconds that a rank may lag before a save fails.
-        storage_options: Options for the fsspec class of URLs: keys, an endpoint, ... Default: fsspec's own
-            configuration.
-        allow: Classes ("module.Class") of objects in the client state that ``restore`` builds, which runs their code.
-        given: Options of extensions for loads, by name.
+        options: How to save, and the classes that a load may build.
         on_save: Called on every rank after each save, in the thread of the save.
         layout: Names of the entries in saves of torch runs: "nested", "accelerate", ...
     """
@@ -109,12 +103,8 @@ class Folders:
     def __init__(
         self,
         root: str | None,
+        options: SaveOptions,
         *,
-        async_save: bool = False,
-        timeout: float = TIMEOUT,
-        allow: Collection[str] = (),
-        given: Mapping[str, Any] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
         on_save: Callable[[SaveReport], None] | None = None,
         layout: str = "nested",
     ) -> None:
@@ -125,33 +115,31 @@ class Folders:
         elif root is None:
             raise ArgumentError("root", "is missing outside of Ray Train", "pass a directory or URL")
         else:
-            self.storage = open_storage(local_path(root), storage_options)
+            self.storage = open_storage(local_path(root), options.storage_options)
         self._manager = CheckpointManager(
             root,
             layout=layout,
-            async_save=async_save,
-            timeout=timeout,
-            allow=allow,
+            async_save=options.async_save,
+            timeout=options.timeout,
+            allow=options.allow,
             on_save=on_save,
             storage=self.storage,
         )
-        self._async_save = async_save
+        self._options = options
         self._unreported: tuple[str, Mapping[str, float]] | None = None
         self.root = self._manager.root
         """The root, as an absolute path or a URL."""
-        self._storage_options = storage_options
-        self._timeout = timeout
-        self._options = LoadOptions(allow=tuple(sorted(allow)), given=given or {})
+        self._loads = LoadOptions(allow=tuple(sorted(options.allow)), given=options.given)
 
     @cached_property
     def ranks(self) -> Ranks:
         """The ranks of the run; they meet at the first call."""
-        return ranks_of_process_group("folders", self._timeout)
+        return ranks_of_process_group("folders", self._options.timeout)
 
     def source(self, folder: str) -> Storage:
         """Return the storage to read a folder from, which may differ from the root's."""
         same = scheme_of(folder) == scheme_of(self.root)
-        storage = self.storage if same else open_storage(folder, self._storage_options)
+        storage = self.storage if same else open_storage(folder, self._options.storage_options)
         return confined(storage, folder, follow_links=False)
 
     def save(  # noqa: PLR0913  the arguments of ``CheckpointManager.save``
@@ -168,7 +156,7 @@ class Folders:
         exclude_frozen: bool = False,
         before: tuple[str, int] | None = None,
         within_epoch: bool = False,
-        written: Written = DISTRIBUTED,
+        written: FrameworkFiles = DISTRIBUTED,
     ) -> None:
         """Save the state of a run and this rank's files, on every rank at the same step; replaces an existing save.
 
@@ -209,7 +197,7 @@ class Folders:
         )
         self._manager.save_into(root, run, arguments)
         self._unreported = folder, metrics or {}
-        if not self._async_save:
+        if not self._options.async_save:
             self.wait()
 
     def wait(self) -> None:
@@ -263,7 +251,7 @@ class Folders:
             _copy_files(connect(checkpoint.storage), folder, directory)
 
     def _write_own_files(self, checkpoint: Checkpoint, directory: str) -> bool:
-        states = RankStates(checkpoint, load_options(checkpoint, self._options))
+        states = RankStates(checkpoint, load_options(checkpoint, self._loads))
         if not states:
             return False
         found = False
@@ -283,7 +271,7 @@ class Folders:
         Raises:
             CkptError: The checkpoint does not fit or is damaged; on every rank, before the run changed.
         """
-        options = replace(self._options, strict=strict, weights_only=weights_only)
+        options = replace(self._loads, strict=strict, weights_only=weights_only)
         try:
             (report,) = run.restore([checkpoint], options, self.ranks)
         except CkptError as error:
@@ -326,12 +314,11 @@ class Folders:
 class FoldersByStorage:
     """``Folders`` for paths and URLs of any storage, one for each; make one on every rank, with the same arguments.
 
-    Args:
-        options: Arguments of ``Folders``.
+    Arguments are as for ``Folders``.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, options: SaveOptions, *, on_save: Callable[[SaveReport], None], layout: str) -> None:
+        self._make = partial(Folders, options=options, on_save=on_save, layout=layout)
         self._made: dict[str, Folders] = {}
 
     def at(self, folder: str) -> Folders:
@@ -340,7 +327,7 @@ class FoldersByStorage:
         in_run = run is not None and folder.startswith(f"{run.root}/")
         key = "run" if in_run else scheme_of(folder)
         if key not in self._made:
-            self._made[key] = Folders(None if in_run else folder, **self._options)
+            self._made[key] = self._make(None if in_run else folder)
         return self._made[key]
 
     def wait(self) -> None:

@@ -121,7 +121,7 @@ def load(  # noqa: PLR0913  public API
         return paths, source_storage(paths, opening)
 
     paths, storage = ranks.together(name, begin, asked)
-    read = partial(open_checkpoint, paths, tag=tag, opening=opening, trust_names=trust_names, module_only=weights_only)
+    read = partial(open_checkpoint, paths, tag=tag, storage=storage, trust_names=trust_names, module_only=weights_only)
     checkpoint = open_together(paths[0], storage, read, ranks)
     (report,) = run.restore([checkpoint], options, ranks)
     return replace(report, seconds=time.perf_counter() - began)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ckpttool.integrations.live.run import Captured, Ready, Run
     from ckpttool.model import Checkpoint
     from ckpttool.saving.coordination import Ranks
-    from ckpttool.saving.two_phase import Record, Request
+    from ckpttool.saving.two_phase import ManifestRecord, Request
     from ckpttool.storage import Storage, WritableStorage
 
     Opener = Callable[[Storage, str], Checkpoint]
@@ -499,7 +499,7 @@ class CheckpointManager:
         root: str,
         request: Request,
         state: Captured,
-        records: Sequence[Record],
+        records: Sequence[ManifestRecord],
         began: float,
         stall: float | None = None,
     ) -> SaveReport:

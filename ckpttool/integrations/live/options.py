@@ -1,4 +1,4 @@
-"""The options of a load into a live run."""
+"""The options of a load into a live run, and of the saves of a training framework."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError
 from ckpttool.messages import brief
+from ckpttool.saving.coordination import TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ckpttool.execution.checks import Check
 
@@ -75,3 +76,15 @@ class LoadOptions:
         from ckpttool.execution.run import memory_bytes
 
         return memory_bytes(self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options of the saves of a training framework; see ``CheckpointManager`` for the arguments of the same names."""
+
+    async_save: bool = False
+    timeout: float = TIMEOUT
+    storage_options: Mapping[str, Any] | None = None
+    allow: Collection[str] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options of extensions for loads, by name."""

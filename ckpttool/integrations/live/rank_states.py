@@ -7,12 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
 from ckpttool.errors import LayoutError
-from ckpttool.execution.checks import checks_for
-from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.formats.sidecars import rank_state_indexes, rank_state_name
-from ckpttool.integrations.torch.objects import read_objects
-from ckpttool.plan.builder import source_files
+from ckpttool.integrations.torch.objects import read_file
 
 if TYPE_CHECKING:
     from ckpttool.integrations.deepspeed.engine import LiveEngine
@@ -107,13 +103,7 @@ class RankStates(Sequence[Any]):
         if checkpoint.files[index].name != rank_state_name(rank):
             missing = f"{checkpoint.location}/{rank_state_name(rank)}"
             raise LayoutError(missing, "is missing, others have theirs", RESTORE)
-        files = source_files(checkpoint)
-        checks = checks_for(files, checkpoint, self._options.check)
-        with Sources(files, checks) as sources:
-            reader = StoredFile(sources[index], memory=self._options.memory_bytes)
-            content = read_objects(reader, self._options.allow)
-            sources.finish_checks()
-            sources.check_unchanged()
+        content = read_file(checkpoint, index, self._options)
         _check_content(path, content, rank, len(self))
         found: dict[str, Any] = content
         return found

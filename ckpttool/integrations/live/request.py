@@ -18,7 +18,7 @@ KnownEngines = dict[str, "weakref.ref[Any]"]
 """The engines of a run by name."""
 
 
-class Written(NamedTuple):
+class FrameworkFiles(NamedTuple):
     """How a framework itself writes the model and the optimizer of a torch run."""
 
     files: tuple[str, str] | None = None
@@ -28,7 +28,7 @@ class Written(NamedTuple):
     """The names of the weights there, by their names in the model; others are left out. None if they are the same."""
 
 
-DISTRIBUTED = Written()
+DISTRIBUTED = FrameworkFiles()
 """A distributed checkpoint with the names of the model."""
 
 
@@ -50,7 +50,7 @@ class Save:
     """Files of the root that this rank writes before the commit, by path relative to the root."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Further files of the checkpoint of a torch run that this rank writes, by path relative to its directory."""
-    written: Written = DISTRIBUTED
+    written: FrameworkFiles = DISTRIBUTED
     """Files and names of the state of a torch run."""
 
     def asked(self) -> dict[str, Any]:

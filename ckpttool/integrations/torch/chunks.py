@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from ckpttool.formats.chunk_index import Path
     from ckpttool.integrations.live.host_memory import HostMemory
-    from ckpttool.integrations.live.request import Save, Written
+    from ckpttool.integrations.live.request import FrameworkFiles, Save
     from ckpttool.integrations.live.run import Kept, Ready, Repeated
     from ckpttool.integrations.torch.live import Piece
     from ckpttool.integrations.torch.live_run import LiveRun
@@ -103,7 +103,7 @@ class Entry(NamedTuple):
         return int(self.tensor.numel()) * itemsize(self.dtype)
 
 
-def check_saved(run: LiveRun, written: Written) -> None:
+def check_saved(run: LiveRun, written: FrameworkFiles) -> None:
     """Check that a checkpoint can hold the state of a run.
 
     Raises:
@@ -377,7 +377,7 @@ def capture_chunks(run: LiveRun, ready: Ready, save: Save, ranks: Ranks, kept: K
 
 
 def _weights_file(
-    name: str, run: LiveRun, pieces: Sequence[Piece], written: Written, memory: HostMemory | None
+    name: str, run: LiveRun, pieces: Sequence[Piece], written: FrameworkFiles, memory: HostMemory | None
 ) -> PlainFile:
     """Return the safetensors file of the weights, with the names and the metadata that frameworks give it.
 
@@ -450,7 +450,7 @@ def _states_of(schedulers: Mapping[str, Any]) -> Any:
 # --------------------------------------------------------------------------------------------------------- entries
 
 
-def _tensors(run: LiveRun, pieces: Sequence[Piece], names: DcpLayout, written: Written) -> Iterator[Entry]:
+def _tensors(run: LiveRun, pieces: Sequence[Piece], names: DcpLayout, written: FrameworkFiles) -> Iterator[Entry]:
     """Yield the weights, the buffers, and the states of the optimizer."""
     of_owner = {name: own for own, name, *_ in _parameters(run, names)}
     of_weights = written.names or {}

@@ -237,16 +237,13 @@ def load_run(run: LiveRun, checkpoint: Checkpoint, options: LoadOptions, ranks: 
 def _load(run: LiveRun, prepared: PreparedRun, options: LoadOptions, ranks: Ranks, *, divided: bool) -> int:
     """Read the values of all ranks, and load them; return the bytes that this rank has read."""
     location = prepared.checkpoint.location
-    found = attempt(partial(_read, prepared, options, ranks, divided=divided))
-    ranks.exchange(location, found.check, lambda _: None)
-    read = found.result()
+    read = ranks.together(location, partial(_read, prepared, options, ranks, divided=divided))
     if read.checks is not None:
         check_on_all_ranks(read.checks, prepared.checkpoint, ranks)
     if read.ends:
         broadcast_parts(read.memory, read.ends)
     if run.extra and not options.dry_run:  # first: the rest of the run is unchanged if one fails
-        loaded = attempt(partial(_load_extra, run, prepared))
-        ranks.exchange(location, loaded.result, lambda _: None)
+        ranks.together(location, partial(_load_extra, run, prepared))
     if not options.dry_run:
         with torch.no_grad():
             _commit(run, prepared, read)

@@ -24,7 +24,11 @@ from ckpttool.containers.torch_file import read_torch_file
 from ckpttool.containers.values import Opaque, OrderedDict, Size, StorageRef, TensorRef, TorchDType, walk
 from ckpttool.dtypes import DTYPES, numpy_dtype
 from ckpttool.errors import CkptError, ContainerError, PlanError
+from ckpttool.execution.checks import checks_for
+from ckpttool.execution.sources import Sources
+from ckpttool.execution.virtual_file import StoredFile
 from ckpttool.integrations.torch.memory import empty
+from ckpttool.plan.builder import source_files
 from ckpttool.storage import RangeReader
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 
     from ckpttool.containers.torch_file import TorchFile
     from ckpttool.execution.virtual_file import RangeFile
+    from ckpttool.integrations.live.options import LoadOptions
+    from ckpttool.model import Checkpoint
 
 
 def as_torch(values: NDArray[Any]) -> Any:
@@ -95,6 +101,25 @@ def read_structure(file: RangeFile) -> TorchFile:
         StorageError: It cannot be read.
     """
     return read_torch_file(_Ranges(file))
+
+
+def read_file(checkpoint: Checkpoint, index: int, options: LoadOptions) -> Any:
+    """Return the root object of a file of a checkpoint, with tensors in host memory.
+
+    Args:
+        checkpoint: The checkpoint.
+        index: The index of the file in ``checkpoint.files``.
+        options: The options of the load: requests in flight, recorded checksums to compare, and trusted classes.
+
+    Raises:
+        ChecksumError: Its bytes differ from those saved.
+        CkptError: As for ``read_objects``.
+    """
+    files = source_files(checkpoint)
+    with Sources(files, checks_for(files, checkpoint, options.check)) as sources:
+        found = read_objects(StoredFile(sources[index], memory=options.memory_bytes), options.allow)
+        sources.finish()
+    return found
 
 
 def read_objects(

@@ -9,11 +9,11 @@ from ckpttool.commit import has_manifest
 from ckpttool.commit.manifest import commit_directory
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.sources import Sources
-from ckpttool.execution.virtual_file import StoredFile, VirtualFile
+from ckpttool.execution.virtual_file import VirtualFile
 from ckpttool.formats.zero.files import RUN_STATE
-from ckpttool.integrations.torch.objects import read_objects, unknown_class, unknown_classes
+from ckpttool.integrations.torch.objects import read_file, read_objects, unknown_class, unknown_classes
 from ckpttool.plan import CopyPlan
-from ckpttool.plan.builder import CopyBuilder, source_files
+from ckpttool.plan.builder import CopyBuilder
 from ckpttool.storage import connect
 from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, lacks_tensors
 
@@ -50,23 +50,11 @@ def read_run_state(
     names = [file.name for file in checkpoint.files]
     whole = (checkpoint.client_state, checkpoint.scheduler)
     if RUN_STATE in names and not checkpoint.thin and not unknown_classes([*whole], options.allow):
-        content = _content(checkpoint, names.index(RUN_STATE), options)
+        content = read_file(checkpoint, names.index(RUN_STATE), options)
         values |= {"client_state": content["client_state"]}
         values |= {} if scheduler is None else {"scheduler": content["lr_scheduler"]}
         return {**values, **(_built(checkpoint, more, options) if more else {})}
     return _built(checkpoint, values, options)
-
-
-def _content(checkpoint: Checkpoint, index: int, options: LoadOptions) -> Mapping[str, Any]:
-    """Return the content of the file that a save of a torch run has for the state beside its tensors."""
-    files = source_files(checkpoint)
-    with Sources(files, checks_for(files, checkpoint, options.check)) as sources:
-        content: Mapping[str, Any] = read_objects(
-            StoredFile(sources[index], memory=options.memory_bytes), options.allow
-        )
-        sources.finish_checks()
-        sources.check_unchanged()
-    return content
 
 
 def _built(checkpoint: Checkpoint, values: Mapping[str, Any], options: LoadOptions) -> Mapping[str, Any]:
@@ -79,8 +67,7 @@ def _built(checkpoint: Checkpoint, values: Mapping[str, Any], options: LoadOptio
     with Sources(builder.sources, checks) as sources:
         with VirtualFile(plan, target, sources, memory=options.memory_bytes) as stream:
             read: Mapping[str, Any] = read_objects(stream, options.allow)
-        sources.finish_checks()
-        sources.check_unchanged()
+        sources.finish()
     return read
 
 

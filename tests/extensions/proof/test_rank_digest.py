@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpttool.extensions.proof.rank_digest import BOX, COPY, NO_SUM, Part, RankDigest, merge
+from ckpttool.extensions.proof.rank_digest import BOX, COPY, NO_SUM, RankDigest, WholeTensor, merge
 from ckpttool.model.items import Item, TensorDigest
 
 LARGEST = (1 << 64) - 1
@@ -17,9 +17,9 @@ def _rank(
     *pieces: tuple[int, int, int], dtype: str = "F32", is_buffer: bool = False, checksum: int = NO_SUM, **given: Any
 ) -> RankDigest:
     """Return a rank with parts of one tensor of four elements: place, elements and low lane of each."""
-    parts = [Part("weights", "a", dtype, (4,), is_buffer)] * len(pieces)
+    tensors = [WholeTensor("weights", "a", dtype, (4,), is_buffer)] * len(pieces)
     rows = [[place, numel, low, 1, checksum] for place, numel, low in pieces]
-    return RankDigest(parts=parts, rows=np.array(rows, dtype=np.uint64).reshape(-1, 5), **given)
+    return RankDigest(tensors=tensors, rows=np.array(rows, dtype=np.uint64).reshape(-1, 5), **given)
 
 
 def test_parts_add_up_and_replicas_count_once() -> None:
@@ -123,9 +123,9 @@ def test_a_rank_is_the_same_after_it_was_sent() -> None:
 
 def _with_state(*rows: tuple[str, int, int], low: int = 1) -> RankDigest:
     """Return a rank with parts of two states of one tensor of four elements: state, place and elements of each."""
-    parts = [Part(key, "a", "F32", (4,)) for key, _, _ in rows]
+    tensors = [WholeTensor(key, "a", "F32", (4,)) for key, _, _ in rows]
     table = [[place, numel, low, 1, NO_SUM] for _, place, numel in rows]
-    return RankDigest(parts=parts, rows=np.array(table, dtype=np.uint64))
+    return RankDigest(tensors=tensors, rows=np.array(table, dtype=np.uint64))
 
 
 def test_each_rank_has_the_same_elements_of_a_weight_and_of_its_states() -> None:

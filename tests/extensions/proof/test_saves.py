@@ -15,7 +15,7 @@ from ckpttool.extensions.proof import torch_state
 from ckpttool.extensions.proof.live_state import SavedDigests, digest_of
 from ckpttool.integrations.live.choice import run_of
 from ckpttool.integrations.live.options import LoadOptions
-from ckpttool.integrations.live.request import Save, Written
+from ckpttool.integrations.live.request import FrameworkFiles, Save
 from ckpttool.integrations.live.run import Kept
 from ckpttool.integrations.torch import chunks
 from ckpttool.integrations.torch.live_run import torch_run
@@ -106,7 +106,7 @@ def _with_other_replicas(job: dict[str, Any], directory: Path) -> tuple[str, lis
     logging.getLogger("ckpttool").addHandler(handler := Kept())
     manager: Any = ckpttool.CheckpointManager(str(directory / job["id"]), async_save=job["background"])
     if job["files"]:  # as under the Trainer
-        written = Written(("model.safetensors", "optimizer.pt"))
+        written = FrameworkFiles(("model.safetensors", "optimizer.pt"))
         manager.save_into(manager.root, run_of(model, optimizer, None, 2), Save(written=written), manager._saved)
     else:
         manager.save(model, optimizer=optimizer, step=2)
