@@ -10,11 +10,7 @@ from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.options import CHECKS
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ckpttool.execution.checks import Check, ReadChecks
-    from ckpttool.execution.destination import RunOptions
-    from ckpttool.execution.distributed import Workers
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
@@ -93,11 +89,3 @@ class Options:
         from ckpttool.execution.checks import checks_for
 
         return checks_for(sources, checkpoint, self.check)
-
-    def run_options(
-        self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
-    ) -> RunOptions:
-        """Options of the run of a plan."""
-        from ckpttool.execution.destination import RunOptions
-
-        return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

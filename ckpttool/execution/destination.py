@@ -92,11 +92,11 @@ class RunOptions:
     """Threads, of each worker if there are workers; None for the default."""
     memory: int
     """Bytes of parts in flight; copies between local files ignore it."""
-    progress: Progress | None = None
+    progress: Progress | None
     """Called with (bytes done, bytes in all)."""
-    checks: ReadChecks | None = None
+    checks: ReadChecks | None
     """Compares the bytes read with recorded checksums; None to copy without."""
-    workers: AbstractContextManager[Workers] | None = None
+    workers: AbstractContextManager[Workers] | None
     """Worker processes; None to run in this process."""
 
 
@@ -268,18 +268,20 @@ class Destination:
             staging.check_space(self.out, plan.nbytes_written)
             plan, mode = with_permissions(plan)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
-        how: dict[str, Any] = {"jobs": options.jobs, "memory": options.memory, "checks": options.checks}
-        how["advance"] = Meter(plan.nbytes_written, options.progress)
+        jobs, memory, checks = options.jobs, options.memory, options.checks
+        meter = Meter(plan.nbytes_written, options.progress)
         with (
             options.workers or nullcontext() as workers,
             self._output(plan, last, key, mode, overwrite=overwrite, resume=bool(resume)) as output,
         ):
             if workers is None:
-                overflowed = run(plan, output, **how)
+                overflowed = run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
             else:
                 from ckpttool.execution import distributed
 
-                overflowed = distributed.run_in_workers(plan, output, workers=workers, **how)
+                overflowed = distributed.run_in_workers(
+                    plan, output, workers=workers, jobs=jobs, memory=memory, advance=meter, checks=checks
+                )
             output.complete()
             return overflowed, None if verify is None else verify(output.path)
 
