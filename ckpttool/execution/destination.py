@@ -21,7 +21,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import Output, run
+from ckpttool.execution.run import Output, Work, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
     BESIDE,
@@ -230,10 +230,9 @@ class Destination:
         held = {name: entry.nbytes for name, entry in walk(storage, out) if name not in BESIDE}
         if held != {file.name: file.nbytes for file in plan.files}:
             return False
-        meter = Meter(plan.nbytes_written, options.progress)
-        comparison = _Comparison(storage, out)
+        work = Work(plan, _Comparison(storage, out), Meter(plan.nbytes_written, options.progress), None)
         try:
-            run(plan, comparison, jobs=options.jobs, memory=options.memory, advance=meter)
+            run(work, jobs=options.jobs, memory=options.memory)
         except _DiffersError:
             return False
         storage.delete([f"{out}/{WHOLE}"])
@@ -268,20 +267,18 @@ class Destination:
             staging.check_space(self.out, plan.nbytes_written)
             plan, mode = with_permissions(plan)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
-        jobs, memory, checks = options.jobs, options.memory, options.checks
         meter = Meter(plan.nbytes_written, options.progress)
         with (
             options.workers or nullcontext() as workers,
             self._output(plan, last, key, mode, overwrite=overwrite, resume=bool(resume)) as output,
         ):
+            work = Work(plan, output, meter, options.checks)
             if workers is None:
-                overflowed = run(plan, output, jobs=jobs, memory=memory, advance=meter, checks=checks)
+                overflowed = run(work, jobs=options.jobs, memory=options.memory)
             else:
                 from ckpttool.execution import distributed
 
-                overflowed = distributed.run_in_workers(
-                    plan, output, workers=workers, jobs=jobs, memory=memory, advance=meter, checks=checks
-                )
+                overflowed = distributed.run_in_workers(work, workers=workers, jobs=options.jobs, memory=options.memory)
             output.complete()
             return overflowed, None if verify is None else verify(output.path)
 
