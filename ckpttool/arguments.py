@@ -40,15 +40,15 @@ def checked_path(name: str, value: Any) -> str:
     return str(path)
 
 
-def check_at_least(name: str, value: Any, least: int) -> None:
-    """Refuse a value that is neither None nor a whole number of at least ``least``.
+def check_positive(name: str, value: Any) -> None:
+    """Refuse a value that is neither None nor a positive whole number.
 
     Raises:
         ArgumentError: The value is neither.
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        problem = f"is {brief(value)}, not a whole number of at least {least}"
-        raise ArgumentError(name, problem, f"choose {least} or more, or None")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        problem = f"is {brief(value)}, not a whole number of at least 1"
+        raise ArgumentError(name, problem, "choose 1 or more, or None")
 
 
 def checked_duration(name: str, value: float | str | None) -> float | None:

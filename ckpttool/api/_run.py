@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool.blocks import Line, Table
 from ckpttool.errors import ArgumentError, LayoutError, StorageError
-from ckpttool.execution.destination import Destination
+from ckpttool.execution.destination import Destination, RunOptions
 from ckpttool.execution.run import nbytes_read
 from ckpttool.formats import Source, open_checkpoint, source_paths
 from ckpttool.formats.layouts import Place
@@ -234,21 +234,21 @@ class Run:
         if options.prove and verify is None:
             verify = partial(self._prove, checkpoint, selected)
         checks = options.read_checks(plan.sources, checkpoint)
-        work = options.run_options(checks, self._workers)
+        run_options = RunOptions(options.jobs, options.memory_bytes, options.progress, checks, self._workers)
         there, overflowed, needs = False, 0, None
         digest: str | None = None
         if options.resume if may_be_there is None else may_be_there:
-            there = not options.dry_run and destination.holds_output(plan, work)
+            there = not options.dry_run and destination.holds_output(plan, run_options)
             if not there:
                 destination.check_target(overwrite=options.overwrite)
         before = destination.names() if options.overwrite else set()
         if options.dry_run:
-            needs = destination.forecast(plan, work)
+            needs = destination.forecast(plan, run_options)
         elif there:
             digest = None if verify is None else verify(destination.out)
         else:
             overflowed, digest = destination.write(
-                plan, work, last=last, verify=verify, overwrite=options.overwrite, resume=options.resume
+                plan, run_options, last=last, verify=verify, overwrite=options.overwrite, resume=options.resume
             )
         kept = {n for n in destination.names() - before if KEPT in n} if options.overwrite else ()
         return Written(

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.arguments import check_at_least, check_choice, checked_size
+from ckpttool.arguments import check_choice, check_positive, checked_size
 from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.options import CHECKS
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from ckpttool.execution.checks import Check, ReadChecks
-    from ckpttool.execution.destination import RunOptions
-    from ckpttool.execution.distributed import Workers
     from ckpttool.formats import Source
     from ckpttool.model import Checkpoint
     from ckpttool.plan import SourceFile
@@ -60,7 +56,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice("check", self.check, CHECKS)
-        check_at_least("jobs", self.jobs, 1)
+        check_positive("jobs", self.jobs)
         if self.memory is not None:
             checked_size("memory", self.memory)
 
@@ -71,12 +67,11 @@ class Options:
 
         return memory_bytes(self.memory)
 
-    def open(self, src: Source, *, unfinished: bool = False) -> Checkpoint:
+    def open(self, src: Source) -> Checkpoint:
         """Open the source of a command.
 
         Args:
             src: As for ``open_checkpoint``.
-            unfinished: Also open a checkpoint that ckpttool has not committed yet.
 
         Raises:
             CkptError: The checkpoint is missing or damaged.
@@ -85,7 +80,6 @@ class Options:
             src,
             tag=self.tag,
             opening=self.opening,
-            unfinished=unfinished,
             trust_names=self.trust_names,
             module_only=self.module_only,
         )
@@ -95,11 +89,3 @@ class Options:
         from ckpttool.execution.checks import checks_for
 
         return checks_for(sources, checkpoint, self.check)
-
-    def run_options(
-        self, checks: ReadChecks | None, workers: AbstractContextManager[Workers] | None = None
-    ) -> RunOptions:
-        """Options of the run of a plan."""
-        from ckpttool.execution.destination import RunOptions
-
-        return RunOptions(self.jobs, self.memory_bytes, self.progress, checks, workers)

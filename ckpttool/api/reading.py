@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_at_least, check_choice, checked_path
+from ckpttool.arguments import check_choice, check_positive, checked_path
 from ckpttool.blocks import Line, Shown
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats import Opening, Source, open_checkpoint, source_paths
@@ -88,7 +88,7 @@ def verify(
     opening = Opening(storage_options, follow_links)
     from ckpttool.analysis.verify import verify_checkpoint
 
-    check_at_least("jobs", jobs, 1)
+    check_positive("jobs", jobs)
     return verify_checkpoint(
         source_paths(src),
         tag=tag,

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpttool.arguments import check_at_least, checked_duration
+from ckpttool.arguments import check_positive, checked_duration
 from ckpttool.blocks import Line, Shown, Table
 from ckpttool.catalog.entries import BESIDE_WEIGHTS, UNCOMMITTED
 from ckpttool.catalog.listing import by_series
@@ -90,8 +90,8 @@ class Rules:
         if self._keeps_none and self.action is None and not self.torn:
             problem = "is missing, and so is any other rule"
             raise ArgumentError("keep_last", problem, f"give {', '.join(RULES)}", RULES)
-        check_at_least("keep_last", self.last, 1)
-        check_at_least("keep_every", self.every, 1)
+        check_positive("keep_last", self.last)
+        check_positive("keep_every", self.every)
         if self.best is not None:
             parse_best(self.best)
         object.__setattr__(self, "seconds", checked_duration("keep_for", self.age))

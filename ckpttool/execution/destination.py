@@ -21,7 +21,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, LayoutError, StorageError
 from ckpttool.execution.output import DirectoryOutput
 from ckpttool.execution.permissions import with_permissions
-from ckpttool.execution.run import Output, run
+from ckpttool.execution.run import Output, Work, run
 from ckpttool.execution.sources import change_times
 from ckpttool.storage import (
     BESIDE,
@@ -92,11 +92,11 @@ class RunOptions:
     """Threads, of each worker if there are workers; None for the default."""
     memory: int
     """Bytes of parts in flight; copies between local files ignore it."""
-    progress: Progress | None = None
+    progress: Progress | None
     """Called with (bytes done, bytes in all)."""
-    checks: ReadChecks | None = None
+    checks: ReadChecks | None
     """Compares the bytes read with recorded checksums; None to copy without."""
-    workers: AbstractContextManager[Workers] | None = None
+    workers: AbstractContextManager[Workers] | None
     """Worker processes; None to run in this process."""
 
 
@@ -230,10 +230,9 @@ class Destination:
         held = {name: entry.nbytes for name, entry in walk(storage, out) if name not in BESIDE}
         if held != {file.name: file.nbytes for file in plan.files}:
             return False
-        meter = Meter(plan.nbytes_written, options.progress)
-        comparison = _Comparison(storage, out)
+        work = Work(plan, _Comparison(storage, out), Meter(plan.nbytes_written, options.progress), None)
         try:
-            run(plan, comparison, jobs=options.jobs, memory=options.memory, advance=meter)
+            run(work, jobs=options.jobs, memory=options.memory)
         except _DiffersError:
             return False
         storage.delete([f"{out}/{WHOLE}"])
@@ -268,18 +267,18 @@ class Destination:
             staging.check_space(self.out, plan.nbytes_written)
             plan, mode = with_permissions(plan)
         key = "" if resume is None else plan.fingerprint(change_times(plan.sources))
-        how: dict[str, Any] = {"jobs": options.jobs, "memory": options.memory, "checks": options.checks}
-        how["advance"] = Meter(plan.nbytes_written, options.progress)
+        meter = Meter(plan.nbytes_written, options.progress)
         with (
             options.workers or nullcontext() as workers,
             self._output(plan, last, key, mode, overwrite=overwrite, resume=bool(resume)) as output,
         ):
+            work = Work(plan, output, meter, options.checks)
             if workers is None:
-                overflowed = run(plan, output, **how)
+                overflowed = run(work, jobs=options.jobs, memory=options.memory)
             else:
                 from ckpttool.execution import distributed
 
-                overflowed = distributed.run_in_workers(plan, output, workers=workers, **how)
+                overflowed = distributed.run_in_workers(work, workers=workers, jobs=options.jobs, memory=options.memory)
             output.complete()
             return overflowed, None if verify is None else verify(output.path)
 

@@ -17,7 +17,7 @@ from ckpttool.concurrency import MemoryBudget, default_jobs, in_order, in_thread
 from ckpttool.errors import StorageError
 from ckpttool.execution.checks import ReadChecks
 from ckpttool.execution.copy import Copier, PartAssembler
-from ckpttool.execution.run import check_copies, copies_files, missing_parts, skipped
+from ckpttool.execution.run import check_copies, copies_files
 from ckpttool.execution.sources import Sources
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.split import FileSplitter
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ckpttool.execution.run import Output
+    from ckpttool.execution.run import Work
     from ckpttool.plan import SourceFile, TargetFile
     from ckpttool.storage import PartWriter, Reader, Writer
-    from ckpttool.units import Advance
 
 TASK_BYTES = 64 << 20
 """Minimum bytes a task writes, except the last one: sending a task to a worker takes milliseconds."""
@@ -119,28 +118,14 @@ class Workers(Protocol):
         """
 
 
-def run_in_workers(
-    plan: CopyPlan,
-    output: Output,
-    *,
-    workers: Workers,
-    jobs: int | None,
-    memory: int,
-    advance: Advance,
-    task_bytes: int | None = None,
-    checks: ReadChecks | None = None,
-) -> int:
+def run_in_workers(work: Work, *, workers: Workers, jobs: int | None, memory: int) -> int:
     """Write every file of a plan in workers; this process runs the consistency checks before the first task.
 
     Args:
-        plan: The plan.
-        output: The output.
+        work: The plan and the output.
         workers: Worker processes.
         jobs: Threads of each task; None for one between local files, and REMOTE_JOBS elsewhere.
         memory: Bytes of parts in flight in each task; one part is always allowed.
-        advance: Called with the number of bytes written since the last call.
-        task_bytes: Minimum bytes a task writes; None for TASK_BYTES.
-        checks: Compares the bytes read with recorded checksums; None to copy without.
 
     Returns:
         Number of finite elements cast to infinity.
@@ -149,6 +134,7 @@ def run_in_workers(
         LayoutError: A consistency check of the plan failed; nothing was written.
         StorageError: Reading or writing failed, a source changed meanwhile, or a node does not see the same files.
     """
+    plan, output, advance, checks = work
     with Sources(plan.sources) as sources:
         check_copies(plan.consistency, sources)
         shared = output.shared_file()
@@ -166,7 +152,7 @@ def run_in_workers(
     overflowed, opened = 0, set[int]()
 
     def tasks() -> Iterator[Task]:
-        for number, batch in enumerate(_batches(plan, output, context, task_bytes or TASK_BYTES, advance, checks)):
+        for number, batch in enumerate(_batches(work, copies=context.copies)):
             open_targets[number] = [target for target, _ in batch]
             pending[number] = Task(number, tuple(part for _, part in batch))
             yield pending[number]
@@ -192,37 +178,31 @@ def run_in_workers(
 # --------------------------------------------------------------------------------------------------- splitting
 
 
-def _batches(
-    plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[list[tuple[Writer, TaskPart]]]:
+def _batches(work: Work, *, copies: bool) -> Iterator[list[tuple[Writer, TaskPart]]]:
     """Yield the file parts of each task; a file is opened when its first task is requested."""
     batch: list[tuple[Writer, TaskPart]] = []
     nbytes = 0
-    for target, part in _task_parts(plan, output, context, task_bytes, advance, checks):
+    for target, part in _task_parts(work, copies=copies):
         batch.append((target, part))
         nbytes += sum(end - start for start, end in part.ranges)
-        if nbytes >= task_bytes or len(batch) == MAX_PARTS:
+        if nbytes >= TASK_BYTES or len(batch) == MAX_PARTS:
             yield batch
             batch, nbytes = [], 0
     if batch:
         yield batch
 
 
-def _task_parts(
-    plan: CopyPlan, output: Output, context: TaskContext, task_bytes: int, advance: Advance, checks: ReadChecks | None
-) -> Iterator[tuple[Writer, TaskPart]]:
-    for file in plan.files:
-        if skipped(plan, file, output, advance, checks):
-            continue
-        target, splitter = output.begin(file), FileSplitter(plan.casts, file)
+def _task_parts(work: Work, *, copies: bool) -> Iterator[tuple[Writer, TaskPart]]:
+    for _, file in work.missing_files():
+        target, splitter = work.output.begin(file), FileSplitter(work.plan.casts, file)
         writer, size = target.part_writer(), target.part_bytes
-        if context.copies:
-            for start in range(0, max(file.nbytes, 1), task_bytes):
-                end = min(start + task_bytes, file.nbytes)
+        if copies:
+            for start in range(0, max(file.nbytes, 1), TASK_BYTES):
+                end = min(start + TASK_BYTES, file.nbytes)
                 yield target, TaskPart(writer, splitter.beginning(start, end), ((start, end),))
             continue
-        step = -(-task_bytes // size) * size
-        for ranges in _windows(missing_parts(plan, file, target, advance, checks), step):
+        step = -(-TASK_BYTES // size) * size
+        for ranges in _windows(work.missing_parts(file, target), step):
             yield target, TaskPart(writer, splitter.overlapping(ranges[0][0], ranges[-1][1]), ranges)
 
 

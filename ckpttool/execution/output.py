@@ -21,13 +21,13 @@ class DirectoryOutput:
 
     Args:
         directory: An existing directory, not yet visible to readers.
-        journal: Lists the files that an earlier run completed; completed files are added to it.
+        journal: Lists the files that an earlier run completed; completed files are added to it. None without.
         file_system: Type of its file system; None to ask for it.
     """
 
     any_offset = True
 
-    def __init__(self, directory: Directory, journal: Journal | None = None, *, file_system: str | None = None) -> None:
+    def __init__(self, directory: Directory, journal: Journal | None, *, file_system: str | None = None) -> None:
         self._directory = directory
         self.path = directory.path
         """Path of the directory, for readers before the commit."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -73,25 +73,49 @@ class Output(Protocol):
         return None
 
 
-def run(
-    plan: CopyPlan,
-    output: Output,
-    *,
-    jobs: int | None,
-    memory: int = MEMORY,
-    advance: Advance,
-    checks: ReadChecks | None = None,
-    sizes: Sizes | None = None,
-) -> int:
+class Work(NamedTuple):
+    """A plan and where it is written. An earlier run may have written some of it."""
+
+    plan: CopyPlan
+    """The plan."""
+    output: Output
+    """The output."""
+    advance: Advance
+    """Called with the number of bytes written since the last call."""
+    checks: ReadChecks | None
+    """Compares the bytes read with recorded checksums; None to copy without."""
+
+    def missing_files(self) -> Iterator[tuple[int, TargetFile]]:
+        """Yield number and file for each file that no earlier run completed; the bytes of the others count as done."""
+        for number, file in enumerate(self.plan.files):
+            if self.output.has(file):
+                self._count(file, file.nbytes)
+            else:
+                yield number, file
+
+    def missing_parts(self, file: TargetFile, into: Writer) -> list[tuple[int, int]]:
+        """Return the parts [start, end) of a file that no earlier run has written; the others count as done."""
+        size = into.part_bytes
+        parts = [(start, min(start + size, file.nbytes)) for start in range(0, max(file.nbytes, 1), size)]
+        missing = [(start, end) for start, end in parts if not into.has(start, end - start)]
+        if len(missing) < len(parts):
+            self._count(file, file.nbytes - sum(end - start for start, end in missing))
+        return missing
+
+    def _count(self, file: TargetFile, nbytes: int) -> None:
+        """Count bytes of a file that an earlier run has written, and require checks of the sources of the file."""
+        self.advance(nbytes)
+        if self.checks is not None:
+            self.checks.require_all(ranges_read(self.plan, file))
+
+
+def run(work: Work, *, jobs: int | None, memory: int = MEMORY, sizes: Sizes | None = None) -> int:
     """Write every file of a plan from this process.
 
     Args:
-        plan: The plan.
-        output: The output.
+        work: The plan and the output.
         jobs: Threads; None for the default.
         memory: Bytes of parts in flight, one part is always allowed; copies between local files ignore it.
-        advance: Called with the number of bytes written since the last call.
-        checks: Compares the bytes read with recorded checksums; None to copy without.
         sizes: How much a thread copies at once between local files; None for ``copy.SIZES``.
 
     Returns:
@@ -103,13 +127,12 @@ def run(
         StorageError: Reading or writing failed, or a source changed meanwhile.
     """
     stopped = threading.Event()
-    with Sources(plan.sources, checks) as sources:
-        by_parts = not copies_files(output, sources)
+    with Sources(work.plan.sources, work.checks) as sources:
+        by_parts = not copies_files(work.output, sources)
         if by_parts:
-            tasks = _part_tasks(plan, output, sources, MemoryBudget(memory), advance, checks)
+            tasks = _part_tasks(work, sources, MemoryBudget(memory))
         else:
-            copier = Copier(plan, sources, advance, sizes)
-            tasks = _file_tasks(plan, output, copier, advance, checks, stopped)
+            tasks = _file_tasks(work, Copier(work.plan, sources, work.advance, sizes), stopped)
         # closing(): no thread may write after the files are closed, even after an error.
         with contextlib.closing(in_threads(tasks, jobs or default_jobs(remote=by_parts), stopped)) as results:
             overflowed = sum(results)
@@ -137,30 +160,6 @@ def copies_files(output: Output, sources: Sources) -> bool:
     return output.any_offset and not sources.remote
 
 
-def missing_parts(
-    plan: CopyPlan, file: TargetFile, into: Writer, advance: Advance, checks: ReadChecks | None
-) -> list[tuple[int, int]]:
-    """Return the parts [start, end) of a file that no earlier run has written; the others count as in ``skipped``."""
-    size = into.part_bytes
-    parts = [(start, min(start + size, file.nbytes)) for start in range(0, max(file.nbytes, 1), size)]
-    missing = [(start, end) for start, end in parts if not into.has(start, end - start)]
-    if len(missing) < len(parts):
-        advance(file.nbytes - sum(end - start for start, end in missing))
-        if checks is not None:
-            checks.require_all(ranges_read(plan, file))
-    return missing
-
-
-def skipped(plan: CopyPlan, file: TargetFile, output: Output, advance: Advance, checks: ReadChecks | None) -> bool:
-    """Return whether an earlier run completed a file; its sources are then checked, and its bytes count as done."""
-    if not output.has(file):
-        return False
-    advance(file.nbytes)
-    if checks is not None:
-        checks.require_all(ranges_read(plan, file))
-    return True
-
-
 def check_copies(checks: ConsistencyChecks | None, sources: Sources) -> int:
     """Run the consistency checks of a plan.
 
@@ -172,22 +171,16 @@ def check_copies(checks: ConsistencyChecks | None, sources: Sources) -> int:
     return 0
 
 
-def _file_tasks(
-    plan: CopyPlan,
-    output: Output,
-    copier: Copier,
-    advance: Advance,
-    checks: ReadChecks | None,
-    stopped: threading.Event,
-) -> Iterator[Callable[[], int]]:
+def _file_tasks(work: Work, copier: Copier, stopped: threading.Event) -> Iterator[Callable[[], int]]:
     """Yield tasks that copy from local files to local files, several at once.
 
     A file system lets one thread at a time write a file, so that a second thread would only wait: a file without casts
     is one task. Casts and gathers keep cores busy, so that a file with them is many tasks. Values copied into one file
     and cast into another are read once, by a task of the copy.
     """
+    plan, output = work.plan, work.output
     check_copies(plan.consistency, copier.sources)
-    files = {n: file for n, file in enumerate(plan.files) if not skipped(plan, file, output, advance, checks)}
+    files = dict(work.missing_files())
     copies = {n: copier.split(file.copies) for n, file in files.items()}
     shared = find_shared_reads(plan, copies)
     allow_open_files(len(plan.sources) + 2 * len(shared.files))
@@ -223,19 +216,15 @@ def _has_casts(plan: CopyPlan, rows: NDArray[np.void]) -> bool:
     return any(plan.casts[i][0] != plan.casts[i][1] for i in set(rows["cast"].tolist()))
 
 
-def _part_tasks(
-    plan: CopyPlan, output: Output, sources: Sources, budget: MemoryBudget, advance: Advance, checks: ReadChecks | None
-) -> Iterator[Callable[[], int]]:
+def _part_tasks(work: Work, sources: Sources, budget: MemoryBudget) -> Iterator[Callable[[], int]]:
     """Yield tasks that assemble parts of files in memory and write them."""
     # First, but in parallel with the copies: the many small requests of the checks cost round trips.
-    yield partial(check_copies, plan.consistency, sources)
-    for file in plan.files:
-        if skipped(plan, file, output, advance, checks):
-            continue
-        into, assembler = output.begin(file), PartAssembler(plan, file, sources)
+    yield partial(check_copies, work.plan.consistency, sources)
+    for _, file in work.missing_files():
+        into, assembler = work.output.begin(file), PartAssembler(work.plan, file, sources)
         yield partial(_open, into)
-        for start, end in missing_parts(plan, file, into, advance, checks):
-            yield partial(_write_part, assembler.task(into, start, end, budget), into, end - start, advance)
+        for start, end in work.missing_parts(file, into):
+            yield partial(_write_part, assembler.task(into, start, end, budget), into, end - start, work.advance)
 
 
 def _open(into: Writer) -> int:

@@ -101,15 +101,19 @@ def shape_of(value: object) -> tuple[int, ...] | None:
     return tuple(value) if math.prod(value) <= MAX_ELEMENTS else None
 
 
-def fingerprint(value: object, limit: int = 300_000) -> list[object]:
+MAX_PARTS = 300_000
+"""Most parts of a value to compare."""
+
+
+def fingerprint(value: object) -> list[object]:
     """List the parts of a value, to compare values of two files.
 
     ``==`` is unsuitable: an Opaque equals only itself, NaN not even that, and a few bytes of pickle can take unlimited
-    time to compare. Parts beyond ``limit`` count as equal.
+    time to compare. Parts beyond ``MAX_PARTS`` count as equal.
     """
     parts: list[object] = []
     stack: list[object] = [value]
-    while stack and len(parts) < limit:
+    while stack and len(parts) < MAX_PARTS:
         item = stack.pop()
         if isinstance(item, dict):
             parts.append(("dict", len(item)))

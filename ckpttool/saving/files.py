@@ -277,7 +277,6 @@ def write_files(
     files: Sequence[OutgoingFile],
     check: Callable[[], None],
     proceed: Callable[[], None] = lambda: None,
-    mode: int = 0o666,
 ) -> list[Checksums]:
     """Write new files; return their checksums, in order.
 
@@ -287,7 +286,6 @@ def write_files(
         files: The files of this rank.
         check: Called right before the commit of each file; raises an error if another save has taken the directory.
         proceed: Called before each block; raises an error to stop.
-        mode: Permissions of the files before the umask, on storages with permissions.
 
     Raises:
         TakenError: Another process has written one of the files.
@@ -298,7 +296,7 @@ def write_files(
     for one in directories - {directory}:
         storage.make_directory(one)
     with ThreadPoolExecutor(1, thread_name_prefix="ckpttool-hash") as pool:
-        write = partial(_write_file, storage, pool, check, proceed, mode)
+        write = partial(_write_file, storage, pool, check, proceed)
         tasks = (partial(write, *one) for one in zip(paths, files, strict=True))
         for _ in in_threads(tasks, jobs=2 if storage.remote else 1):  # a small file is a wait for answers
             pass
@@ -312,7 +310,6 @@ def _write_file(
     pool: ThreadPoolExecutor,
     check: Callable[[], None],
     proceed: Callable[[], None],
-    mode: int,
     path: str,
     file: OutgoingFile,
 ) -> None:
@@ -322,7 +319,7 @@ def _write_file(
             yield block
 
     try:
-        writer = storage.writer(path, file.nbytes, new=True, mode=mode)
+        writer = storage.writer(path, file.nbytes, new=True)
         try:
             write_stream(writer, blocks(), at_once=storage.parts_at_once)
             check()

@@ -33,7 +33,7 @@ from ckpttool.storage.base import (
     walk,
 )
 from ckpttool.storage.removal import remove_remote
-from ckpttool.storage.retry import ShortReadError, T, call, explain
+from ckpttool.storage.retry import P, ShortReadError, T, call, explain
 from ckpttool.storage.urls import scheme_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class RemoteReader(Reader):
         if (cached := self._cached(start, end)) is not None:
             return cached
         first, last = self._widened(start, end) if self._ahead else (start, end)
-        data = self.storage.call(self.path, partial(self._get, first, last))
+        data = self.storage.call(self.path, self._get, first, last)
         if self._ahead:
             self._store(first, bytes(data))
         return data[start - first : end - first] if (first, last) != (start, end) else data
@@ -273,7 +273,7 @@ class StreamWriter(Writer):
         self._before = self._entry()
         # One part per block: some file systems buffer tens of MB by default.
         options = {"block_size": part_bytes, "autocommit": False}
-        self._file = storage.call(path, partial(storage.fs.open, storage.key(path), "wb", **options))
+        self._file = storage.call(path, storage.fs.open, storage.key(path), "wb", **options)
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Wait until all earlier parts are written, then write the part that begins at byte ``start``.
@@ -360,9 +360,9 @@ class RemoteStorage(Described, WritableStorage):
         """Counts the repeated requests."""
         self._pool: ThreadPoolExecutor | None = None
 
-    def call(self, path: str, function: Callable[[], T]) -> T:
+    def call(self, path: str, request: Callable[P, T], /, *given: P.args, **named: P.kwargs) -> T:
         """Make a request, and retry temporary failures with growing pauses; see ``retry.call``."""
-        return call(path, function, self.retries)
+        return call(path, partial(request, *given, **named), self.retries)
 
     def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
         """Return the opener of this storage and its arguments."""
@@ -378,7 +378,7 @@ class RemoteStorage(Described, WritableStorage):
         """
         key = self.key(path)
         found = self._listed.get(key)
-        return self._remember(path, key, self.call(path, partial(self.look, key))) if found is None else found
+        return self._remember(path, key, self.call(path, self.look, key)) if found is None else found
 
     def look(self, key: str) -> list[dict[str, Any]]:
         """Return fsspec's infos of a directory's entries, or of the file at that key."""
@@ -399,7 +399,7 @@ class RemoteStorage(Described, WritableStorage):
         root = self.key(path).rstrip("/")
         if self._is_listed(root):
             return
-        infos = self.call(path, partial(self.fs.find, root, detail=True))
+        infos = self.call(path, self.fs.find, root, detail=True)
         self._listed |= tree_of(root, infos.values())
 
     def _is_listed(self, key: str) -> bool:
@@ -459,7 +459,7 @@ class RemoteStorage(Described, WritableStorage):
         known, found = self._lookup(path)
         if not known:
             key = self.key(path)
-            found = self._single[key] = entry_of(self.call(path, partial(self.fs.info, key)))
+            found = self._single[key] = entry_of(self.call(path, self.fs.info, key))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
         if found.is_dir:  # an object may have the same key as a directory
@@ -545,7 +545,7 @@ class RemoteStorage(Described, WritableStorage):
             StorageError: The file cannot be written.
         """
         try:
-            self.call(path, partial(self.fs.pipe_file, self.key(path), b"".join(parts)))
+            self.call(path, self.fs.pipe_file, self.key(path), b"".join(parts))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
@@ -622,7 +622,7 @@ class RemoteStorage(Described, WritableStorage):
 
     def _delete(self, path: str) -> None:
         try:
-            self.call(path, partial(self._remove, self.key(path)))
+            self.call(path, self._remove, self.key(path))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
@@ -645,7 +645,7 @@ class RemoteStorage(Described, WritableStorage):
         self.delete([posixpath.join(path, name) for name in names])
 
     def _copy(self, path: str, to: str) -> None:
-        self.call(path, partial(self.fs.cp_file, self.key(path), self.key(to)))
+        self.call(path, self.fs.cp_file, self.key(path), self.key(to))
 
     def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove all files below a directory; write the in-progress marker first and delete it last.

@@ -41,20 +41,12 @@ ALIGNMENT = 4096
 """Alignment of memory, offset and length of a direct write, in bytes; disks that require more refuse the write."""
 
 
-def open_direct(path: str, directory: Directory | None = None) -> int:
-    """Open an existing file for direct writes; return -1 if its file system does not support them.
-
-    Args:
-        path: Path of the file, or its name in ``directory``.
-        directory: Directory of the file.
-    """
+def open_direct(path: str) -> int:
+    """Open an existing file for direct writes; return -1 if its file system does not support them."""
     if not hasattr(os, "O_DIRECT"):  # macOS
         return -1
-    flags = os.O_WRONLY | os.O_DIRECT
     with contextlib.suppress(OSError):
-        if directory is not None:
-            return directory.open_file(path, flags)
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     return -1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ckpttool.errors import CkptError, StorageError
 from ckpttool.messages import HIDDEN, printable
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpttool.concurrency import Tally
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 ATTEMPTS = 7

@@ -105,7 +105,7 @@ class S3Storage(RemoteStorage):
         key = self.key(path).rstrip("/")
         if self._lookup(path)[0] or "/" not in key:
             return super().is_dir(path)
-        found = self.call(path, partial(self._below, key))
+        found = self.call(path, self._below, key)
         return bool(found and self._remember(path, key, found))
 
     def is_file(self, path: str) -> bool:
@@ -113,7 +113,7 @@ class S3Storage(RemoteStorage):
         key = self.key(path).rstrip("/")
         if "/" not in key:
             return False
-        found = self.call(path, partial(self._object, key))
+        found = self.call(path, self._object, key)
         if found:
             self._single[key] = entry_of(found[0])
         else:
@@ -158,7 +158,7 @@ class S3Storage(RemoteStorage):
         """
         if self._lookup(path)[0]:
             return super().read_text(path)
-        return decode_text(path, self.call(path, partial(self._read_small, path)))
+        return decode_text(path, self.call(path, self._read_small, path))
 
     def _read_small(self, path: str) -> bytes:
         bucket, key = self._names(path)
@@ -273,7 +273,7 @@ class S3Storage(RemoteStorage):
         entry = self.entry(path)
         if entry.nbytes != len(data):
             return False
-        return not data or bytes(self.call(path, partial(self.get, path, 0, len(data), entry.version))) == data
+        return not data or bytes(self.call(path, self.get, path, 0, len(data), entry.version)) == data
 
     def part_bytes(self, nbytes: int) -> int:
         """Return the part size in bytes for an object of ``nbytes`` bytes; a multiple of 64: no element is split."""
@@ -303,7 +303,7 @@ class S3Storage(RemoteStorage):
 
     def abort(self, path: str, bucket: str, name: str, number: str) -> bool:
         """Abort an upload and remove its parts; return False if the upload does not exist."""
-        return self.call(path, partial(self._abort, bucket, name, number))
+        return self.call(path, self._abort, bucket, name, number)
 
     def _abort(self, bucket: str, name: str, number: str) -> bool:
         try:
@@ -323,7 +323,7 @@ class S3Storage(RemoteStorage):
     def _pages(self, path: str, method: str, markers: tuple[str, ...], **given: Any) -> Iterator[dict[str, Any]]:
         after: dict[str, Any] = {}
         while True:
-            page = self.call(path, partial(self.fs.call_s3, method, **given, **after))
+            page = self.call(path, self.fs.call_s3, method, **given, **after)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -406,7 +406,7 @@ class S3Parts:
         Raises:
             StorageError: The part cannot be written.
         """
-        return self.storage.call(self.path, partial(self._send, start // self.part_bytes + 1, data))
+        return self.storage.call(self.path, self._send, start // self.part_bytes + 1, data)
 
     def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
@@ -495,7 +495,7 @@ class S3Writer(Writer):
         """
         parts = [{"PartNumber": n, "ETag": etag} for n, (etag, _) in sorted(self._parts.items())]
         self._committing = True
-        self._storage.call(self.path, partial(self._complete, {"Parts": parts}))
+        self._storage.call(self.path, self._complete, {"Parts": parts})
         self._storage.forget()
 
     def _complete(self, parts: dict[str, Any]) -> None:

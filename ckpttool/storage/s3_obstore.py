@@ -106,7 +106,6 @@ class ObstoreRanges:
         client = fs.s3
         config = client.meta.config
         self._process = os.getpid()
-        self._fs = fs
         self._get = obstore.get
         self._state: Literal["untried", "works", "given up"] = "untried"
         self._lacked_credentials = False

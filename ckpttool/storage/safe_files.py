@@ -58,13 +58,13 @@ class Directory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def make(self, name: str, mode: int = 0o777) -> Directory:
-        """Create and open a new directory in this one.
+    def make(self, name: str) -> Directory:
+        """Create and open a new directory in this one, which only this user may enter.
 
         Raises:
             OSError: The name exists, or the directory cannot be created.
         """
-        os.mkdir(name, mode, dir_fd=self.fd)
+        os.mkdir(name, 0o700, dir_fd=self.fd)
         return self.enter(name)
 
     def enter(self, name: str) -> Directory:

@@ -483,11 +483,11 @@ def _commit(
         for name in old:
             if name in new and not replaces(name):
                 _keep_other(directory, target, name)
-        with directory.make(MOVES, 0o700) as moves:
+        with directory.make(MOVES) as moves:
             for name in new:
                 os.close(moves.create(name))
             _put(moves, MARK, json.dumps({"key": "", "files": [], "over": new}).encode())
-            with directory.make(ASIDE, 0o700) as aside:
+            with directory.make(ASIDE) as aside:
                 # There is a marker if the staging directory of a killed commit was removed by hand.
                 older = [(target, aside, MARK)] if target.stat(MARK) is not None else []
                 files = [(target, aside, n) for n in old] + [(directory, target, n) for n in new]

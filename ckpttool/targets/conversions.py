@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.arguments import check_choice, check_positive
 from ckpttool.dtypes import TRAINING_DTYPES
 from ckpttool.errors import ArgumentError
 from ckpttool.formats.dcp import METADATA
@@ -29,7 +29,7 @@ def check_zero(given: Mapping[str, Any]) -> None:
         ArgumentError: There is one.
     """
     for name in ("world_size", "sub_group_size", "expert_parallel"):
-        check_at_least(name, given[name], 1)
+        check_positive(name, given[name])
     if given["dtype"] is not None:
         check_choice("dtype", given["dtype"], tuple(TRAINING_DTYPES))
     if given["stage"] not in {None, 1, 2, 3}:

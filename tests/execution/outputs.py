@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from ckpttool.execution.output import DirectoryOutput
-from ckpttool.execution.run import run
+from ckpttool.execution.run import Work, run
 from ckpttool.storage.safe_files import Directory
 
 if TYPE_CHECKING:
@@ -31,4 +31,4 @@ def run_into(
     """Write the files of a plan into an existing directory; return the number of elements cast to infinity."""
     opened = Directory.open(directory) if isinstance(directory, str) else contextlib.nullcontext(directory)
     with opened as into, DirectoryOutput(into, journal, file_system=file_system) as output:
-        return run(plan, output, jobs=jobs, advance=advance, checks=checks, sizes=sizes)
+        return run(Work(plan, output, advance, checks), jobs=jobs, sizes=sizes)

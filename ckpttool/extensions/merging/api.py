@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.api._run import Run, Written
 from ckpttool.api.options import Options
-from ckpttool.arguments import check_at_least, check_choice, checked_path, checked_size
+from ckpttool.arguments import check_choice, check_positive, checked_path, checked_size
 from ckpttool.blocks import Shown, Table
 from ckpttool.dtypes import TRAINING_DTYPES, short_name
 from ckpttool.errors import ArgumentError
@@ -70,7 +70,7 @@ class _Request:
         if self.dtype is not None:
             check_choice("dtype", self.dtype, tuple(TRAINING_DTYPES))
         checked_size("max_shard_size", self.max_shard_size)
-        check_at_least("world_size", self.world_size, 1)
+        check_positive("world_size", self.world_size)
         for name in ("world_size", "stage"):
             if self.to != "zero" and getattr(self, name) is not None:
                 raise ArgumentError(name, f"is for zero, not for {self.to}", f'leave out {name}, or write to="zero"')

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.arguments import check_choice, check_positive
 from ckpttool.errors import ArgumentError
 from ckpttool.extensions.rank_files.writer import mesh_for, plan_rank_files
 from ckpttool.formats.sidecars import HUGGINGFACE, find_sidecars
@@ -51,8 +51,8 @@ def check(given: Mapping[str, Any]) -> None:
         check_choice("device", given["device"], DEVICES)
     mesh = given["mesh"] or ()
     for size in mesh.values() if isinstance(mesh, Mapping) else mesh:
-        check_at_least("mesh", size, 1)
-    check_at_least("world_size", given["world_size"], 1)
+        check_positive("mesh", size)
+    check_positive("world_size", given["world_size"])
 
 
 def plan(checkpoint: Checkpoint, given: Mapping[str, Any], tag: str) -> Planned:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.arguments import check_choice, check_positive
 from ckpttool.checksums import crc32
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.integrations.deepspeed import POSITION
@@ -152,7 +152,7 @@ class ResumableSampler:
         self.length = data if isinstance(data, int) else len(data)
         """Number of samples."""
         for name, value in (("batch_size", batch_size), ("world_size", world_size), ("accumulation", accumulation)):
-            check_at_least(name, value, 1)
+            check_positive(name, value)
         check_choice("tail", tail, TAILS)
         if not 0 <= rank < world_size:
             raise ArgumentError("rank", f"is {rank}, not from 0 to {world_size - 1}", "pass this process's rank")
@@ -375,7 +375,7 @@ def batches_to_skip(samples: int, *, world_size: int, batch_size: int) -> int:
         PlanError: They are not a whole number of batches of all ranks; names the batch sizes that fit.
     """
     for name, value in (("world_size", world_size), ("batch_size", batch_size)):
-        check_at_least(name, value, 1)
+        check_positive(name, value)
     count, rest = divmod(samples, world_size * batch_size)
     if rest:
         fitting = [size for size in range(batch_size, 0, -1) if samples % (world_size * size) == 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_at_least, check_choice
+from ckpttool.arguments import check_choice, check_positive
 from ckpttool.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Thin:
     """Thin only those whose step is a multiple of this, and remove the others."""
 
     def __post_init__(self) -> None:
-        check_at_least("thin_every", self.thin_every, 1)
+        check_positive("thin_every", self.thin_every)
         if self.thin is not None:
             check_choice("thin", self.thin, DTYPES)
 

@@ -30,7 +30,7 @@ from ckpttool.concurrency import default_jobs
 from ckpttool.errors import ChecksumError, CkptError, LayoutError, PlanError, StorageError
 from ckpttool.execution.checks import checks_for
 from ckpttool.execution.permissions import mode_of, mode_of_file
-from ckpttool.execution.run import MEMORY, Output, run
+from ckpttool.execution.run import MEMORY, Output, Work, run
 from ckpttool.extensions.thinning.plan import plan_thin
 from ckpttool.formats import open_checkpoint
 from ckpttool.formats.chunk_index import CHUNK_INDEX
@@ -263,8 +263,8 @@ class _Work:
         written = {}
         try:
             for plan in self.thinning.plan.plans:
-                checks = checks_for(plan.sources, checkpoint, "read")
-                run(plan, output, jobs=jobs, memory=options.memory, advance=self.advance, checks=checks)
+                work = Work(plan, output, self.advance, checks_for(plan.sources, checkpoint, "read"))
+                run(work, jobs=jobs, memory=options.memory)
             while output.files:
                 self._check_ours()
                 output.files[0].writer.commit()

@@ -52,17 +52,20 @@ class EngineRun:
 
     Args:
         engine: An engine, or several by name.
-        **given: Arguments of torch runs, which engines do not take: ``optimizer``, ``scheduler``, ``step``, ``extra``.
+        optimizer: True or False: an engine has its own.
+        scheduler: As ``optimizer``.
+        step: None: an engine counts its own steps.
+        extra: None: an engine saves other states in the client state.
     """
 
     is_folder = False
 
-    def __init__(self, engine: Any, **given: Any) -> None:
+    def __init__(self, engine: Any, optimizer: Any, scheduler: Any, step: int | None, extra: Any) -> None:
         self._several = isinstance(engine, Mapping)
         self.objects: Mapping[str, Any] = engine if self._several else {"": engine}
         self.several = "several engines" if self._several else ""
         self.kind: dict[str, Any] = {"run": "an engine of DeepSpeed", "extra": []}
-        self._given = given
+        self._optimizer, self._scheduler, self._step, self._extra = optimizer, scheduler, step, extra
 
     def asked(self, save: Save) -> dict[str, Any]:
         """Return the arguments of a save that must be the same on all ranks."""
@@ -153,12 +156,11 @@ class EngineRun:
         Raises:
             ArgumentError: One is wrong.
         """
-        step, extra = self._given["step"], self._given["extra"]
-        check_switches(optimizer=self._given["optimizer"], scheduler=self._given["scheduler"])
-        if extra is not None:
+        check_switches(optimizer=self._optimizer, scheduler=self._scheduler)
+        if self._extra is not None:
             raise ArgumentError("extra", "is for torch models", "save the states in client_state")
-        if step is not None:
-            raise ArgumentError("step", f"is {step}, but an engine counts its own steps", "leave it out")
+        if self._step is not None:
+            raise ArgumentError("step", f"is {self._step}, but an engine counts its own steps", "leave it out")
         if self._several:
             check_names(self.objects)
 

@@ -40,4 +40,4 @@ def run_of(model: Any, optimizer: Any = True, scheduler: Any = True, step: int |
         return TorchRun(model, optimizer, scheduler, step, extra)
     from ckpttool.integrations.deepspeed.run import EngineRun
 
-    return EngineRun(model, optimizer=optimizer, scheduler=scheduler, step=step, extra=extra)
+    return EngineRun(model, optimizer, scheduler, step, extra)

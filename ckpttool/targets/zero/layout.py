@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.arguments import check_at_least
+from ckpttool.arguments import check_positive
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.formats.fields import WEIGHTS_ALONE
 from ckpttool.formats.zero.experts import NATIVE
@@ -102,13 +102,13 @@ def shape_for(
 
 
 def _check_arguments(ranks: int, stage: int | None, sub_group_size: int | None, expert_parallel: int | None) -> None:
-    check_at_least("world_size", ranks, 1)
+    check_positive("world_size", ranks)
     if ranks > MAX_RANKS:
         raise ArgumentError("world_size", f"is {ranks:,}, more than {MAX_RANKS:,}", "choose fewer ranks")
     if stage is not None and stage not in STAGES:
         raise ArgumentError("stage", f"is {brief(stage)}, not 1, 2 or 3", "choose one of them, or None")
-    check_at_least("sub_group_size", sub_group_size, 1)
-    check_at_least("expert_parallel", expert_parallel, 1)
+    check_positive("sub_group_size", sub_group_size)
+    check_positive("expert_parallel", expert_parallel)
     if expert_parallel is not None and expert_parallel > ranks:
         problem = f"is {expert_parallel:,}, more than the {ranks:,} ranks of the run that loads it"
         hint = "choose an expert_parallel that divides world_size"
