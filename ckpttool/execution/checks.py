@@ -422,39 +422,44 @@ class _OpenRecord:
         """Maximum bytes to read only for the check."""
         return max(ALLOWANCE_BYTES, (self.end - self.start) // ALLOWANCE_SHARE)
 
+    def _sums(self) -> dict[int, int | None]:
+        """Return the CRC-32 up to each byte that a chain of pieces from the first reaches; None if two differ."""
+        sums: dict[int, int | None] = {self.start: 0}
+        for start, end, crc in sorted(self.pieces):
+            if start in sums:
+                before = sums[start]
+                value = None if before is None else combine(before, crc, end - start)
+                sums[end] = value if sums.get(end, value) == value else None
+        return sums
+
+    def crc32(self) -> int | None:
+        """Return the CRC-32 of the record, combined from its pieces; None if two chains of pieces disagree."""
+        sums = self._sums()
+        return None if None in sums.values() else sums[self.end]
+
     def gaps(self) -> list[tuple[int, int]]:
         """Return the ranges to read so that pieces form a chain from the first byte to the last."""
-        known = {self.start}
-        for start, end, _ in sorted(self.pieces):
-            if start in known:
-                known.add(end)
-        if self.end in known:
+        reached = sorted(self._sums())
+        if reached[-1] == self.end:
             return []
-        reached, known, result = [self.start], {self.start}, []
+        result: list[tuple[int, int]] = []
         for start, end, _ in sorted(self.pieces):
-            if start not in known:
-                before = reached[bisect.bisect_right(reached, start) - 1]
+            before = reached[bisect.bisect_right(reached, start) - 1]
+            if before < start:
                 result.append((before, start))
-                known.add(start)
                 bisect.insort(reached, start)
-            if end not in known:
-                known.add(end)
-                bisect.insort(reached, end)
+            bisect.insort(reached, end)
         if reached[-1] < self.end:
             result.append((reached[-1], self.end))
         return result
 
     def loose(self) -> list[tuple[int, int, int]]:
         """Return the pieces on no chain from the first byte to the last: second reads of some bytes."""
-        ordered = sorted(self.pieces)
-        from_start, to_end = {self.start}, {self.end}
-        for start, end, _ in ordered:
-            if start in from_start:
-                from_start.add(end)
-        for start, end, _ in sorted(ordered, key=lambda p: p[1], reverse=True):
+        from_start, to_end = self._sums(), {self.end}
+        for start, end, _ in sorted(self.pieces, key=lambda p: p[1], reverse=True):
             if end in to_end:
                 to_end.add(start)
-        return [p for p in ordered if p[0] not in from_start or p[1] not in to_end]
+        return [p for p in sorted(self.pieces) if p[0] not in from_start or p[1] not in to_end]
 
     def joined(self) -> list[tuple[int, int, int]]:
         """Return the pieces, with consecutive pieces joined."""
@@ -466,17 +471,6 @@ class _OpenRecord:
             else:
                 result.append((start, end, crc))
         return result
-
-    def crc32(self) -> int | None:
-        """Return the CRC-32 of the record, combined from its pieces; None if two chains of pieces disagree."""
-        known = {self.start: 0}
-        for start, end, crc in sorted(self.pieces):
-            if start not in known:
-                continue  # loose
-            value = combine(known[start], crc, end - start)
-            if known.setdefault(end, value) != value:
-                return None
-        return known[self.end]
 
 
 def _steps(start: int, end: int) -> Iterator[tuple[int, int]]:
