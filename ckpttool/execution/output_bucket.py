@@ -81,6 +81,18 @@ def _read_mark(storage: RemoteStorage, out: str) -> _Mark:
         raise StorageError(path, problem, "move it out of the way, or choose another OUT") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """What OUT contains when this run begins to write."""
+
+    existing: set[str]
+    """Names in it except leftovers of killed runs."""
+    done: dict[str, int]
+    """Files that the run which this one resumes has completed, with their bytes."""
+    pending: dict[str, str]
+    """Uploads that it has begun: name of the object to identifier."""
+
+
 def check_apart(storage: RemoteStorage, out: str, source: str) -> None:
     """Refuse to overwrite the source.
 
@@ -134,11 +146,9 @@ class BucketOutput(Output):
         self._uploads: list[Writer] = []
         self._written: list[str] = []
         self._held_back: dict[str, bytes] = {}
-        self._pending: dict[str, str] = {}
-        self._done: dict[str, int] = {}
         self._names = [f.name for f in plan.files]
-        self.existing_names = Lazy(self._claim)
-        """Names in OUT except leftovers of killed runs. Computed before the first write, in parallel with reads."""
+        self.claimed = Lazy(self._claim)
+        """Computed before the first write, in parallel with reads."""
 
     @contextlib.contextmanager
     def committed(self) -> Iterator[BucketOutput]:
@@ -161,34 +171,35 @@ class BucketOutput(Output):
         """URL of a file of OUT."""
         return f"{self.path}/{name}"
 
-    def _claim(self) -> set[str]:
+    def _claim(self) -> _Claimed:
         """Take over or remove the files of a killed run, and write the in-progress marker."""
-        existing = self._take_over()
-        if existing and not self._overwrite:
+        found = self._take_over()
+        if found.existing and not self._overwrite:
             raise not_empty(self.path, overwrite=self._overwrite)
         self._has_marker = True  # set first: if the request fails, the store may still have written it
-        self._put_mark(existing)
-        return existing
+        self._put_mark(found.existing)
+        return found
 
     def _put_mark(self, existing: set[str]) -> None:
         over = {name for name in self._names if name.split("/")[0] in existing}
         new = [name for name in self._names if name not in over]
         self._storage.put(self.url(MARK), _Mark(self._key, new, sorted(over), self._mixed).to_json())
 
-    def _take_over(self) -> set[str]:
+    def _take_over(self) -> _Claimed:
         self._storage.forget()
         names = {e.name for e in self._storage.listing(self.path)} if self._storage.is_dir(self.path) else set()
         if MARK not in names:
-            return names
+            return _Claimed(names, {}, {})
         key, left, over, self._mixed = _read_mark(self._storage, self.path)
+        existing = names - {MARK} - {name.split("/")[0] for name in left}
         if self._resume and key == self._key:
-            self._pending = self._storage.uploads(self.path)
+            pending = self._storage.uploads(self.path)
             self._storage.list_tree(self.path)
-            self._done = {name: self._storage.entry(self.url(name)).nbytes for name in left if self._exists(name)}
-        else:
-            self._storage.abort_uploads(self.path, [*left, *over])
-            self._storage.delete([self.url(name) for name in left])
-        return names - {MARK} - {name.split("/")[0] for name in left}
+            done = {name: self._storage.entry(self.url(name)).nbytes for name in left if self._exists(name)}
+            return _Claimed(existing, done, pending)
+        self._storage.abort_uploads(self.path, [*left, *over])
+        self._storage.delete([self.url(name) for name in left])
+        return _Claimed(existing, {}, {})
 
     def _exists(self, name: str) -> bool:
         return self._storage.exists(self.url(name))
@@ -197,8 +208,7 @@ class BucketOutput(Output):
         """Whether an earlier run completed the file."""
         if not self._resume:
             return False
-        self.existing_names()
-        return file.name not in self._last and self._done.get(file.name) == file.nbytes
+        return file.name not in self._last and self.claimed().done.get(file.name) == file.nbytes
 
     def begin(self, file: TargetFile) -> Writer:
         """Begin to write a file.
@@ -215,9 +225,8 @@ class BucketOutput(Output):
         return target
 
     def _create(self, file: TargetFile) -> Writer:
-        self.existing_names()
         path = self.url(file.name)
-        number = self._pending.get(self._storage.object_name(path), "")
+        number = self.claimed().pending.get(self._storage.object_name(path), "")
         self._begun = True
         upload = self._storage.upload(path, file.nbytes, number)
         with self._lock:
@@ -233,7 +242,7 @@ class BucketOutput(Output):
 
         One that replaces another, or is one of ``last``, is held back: its writer returns the bytes to this process.
         """
-        held = name in self.existing_names() or name in self._last
+        held = name in self.claimed().existing or name in self._last
         if not held:
             with self._lock:
                 self._written.append(name)
@@ -241,13 +250,14 @@ class BucketOutput(Output):
 
     def complete(self) -> None:
         """Make all files visible, the files of ``last`` at the end; readers refuse them until the commit."""
-        existing = self.existing_names()
+        claimed = self.claimed()
+        existing = claimed.existing
         if not self._mixed and (any(map(self._replaces, existing)) or not existing.isdisjoint(self._names)):
             self._mixed = True
             self._put_mark(existing)
         self._storage.delete([self.url(name) for name in self._last if name in existing])
         self._storage.at_once([partial(upload.commit) for upload in self._uploads])
-        new = {*self._written, *self._held_back, *self._last, *self._done}
+        new = {*self._written, *self._held_back, *self._last, *claimed.done}
         written = {upload.path for upload in self._uploads}
         old = (n for n in existing if self._replaces(n) and n not in new and self.url(n) not in written)
         self._storage.delete([self.url(name) for name in old])
@@ -275,10 +285,11 @@ class BucketOutput(Output):
         """
         if not self._has_marker:
             return
+        claimed = self.claimed.value or _Claimed(set(), {}, {})  # its marker may not have been written
         with contextlib.suppress(CkptError):
             self._storage.at_once([partial(upload.discard) for upload in self._uploads])
-            self._storage.delete([self.url(name) for name in {*self._written, *self._done}])
-            if self._begun or self._pending:
+            self._storage.delete([self.url(name) for name in {*self._written, *claimed.done}])
+            if self._begun or claimed.pending:
                 # The store may have started uploads whose id never arrived.
                 self._storage.abort_uploads(self.path, self._names)
             if not self._mixed:
@@ -295,7 +306,7 @@ class _SmallFile(Writer):
         self._name = name
 
     def open(self) -> None:
-        self._output.existing_names()
+        self._output.claimed()
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         self.accept(start, len(data), self.part_writer().write(start, memoryview(data)))
