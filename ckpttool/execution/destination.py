@@ -37,7 +37,7 @@ from ckpttool.storage import (
     without_credentials,
 )
 from ckpttool.storage.base import WHOLE
-from ckpttool.storage.staging import Journal
+from ckpttool.storage.journal import Journal
 from ckpttool.units import Meter
 
 if TYPE_CHECKING:

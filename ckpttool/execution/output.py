@@ -12,8 +12,8 @@ from ckpttool.storage.staging import SHARED
 
 if TYPE_CHECKING:
     from ckpttool.plan import TargetFile
+    from ckpttool.storage.journal import Journal
     from ckpttool.storage.safe_files import Directory
-    from ckpttool.storage.staging import Journal
 
 
 class DirectoryOutput:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpttool.execution.checks import ReadChecks
     from ckpttool.execution.copy import Sizes
     from ckpttool.plan import CopyPlan
-    from ckpttool.storage.staging import Journal
+    from ckpttool.storage.journal import Journal
     from ckpttool.units import Advance
 
 

@@ -32,9 +32,9 @@ from ckpttool.plan import CHECK, COPY, ConsistencyChecks, CopyPlan, SourceFile, 
 from ckpttool.plan.casts import CAST_ELEMENTS, cast, count_overflowed
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL, open_storage
+from ckpttool.storage.journal import JOURNAL, Journal
 from ckpttool.storage.local_writer import BUFFER_BYTES
 from ckpttool.storage.safe_files import Directory
-from ckpttool.storage.staging import JOURNAL, Journal
 from ckpttool.units import Meter
 from tests.execution.outputs import run_into
 from tests.wording import refused

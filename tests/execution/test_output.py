@@ -8,8 +8,8 @@ import numpy as np
 
 from ckpttool.execution.output import DirectoryOutput
 from ckpttool.plan import COPY, TargetFile
+from ckpttool.storage.journal import Journal
 from ckpttool.storage.safe_files import Directory
-from ckpttool.storage.staging import Journal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,9 @@ import pytest
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import MARK
+from ckpttool.storage.journal import JOURNAL
 from ckpttool.storage.safe_files import MOVE
-from ckpttool.storage.staging import ASIDE, JOURNAL, MOVES
+from ckpttool.storage.staging import ASIDE, MOVES
 from tests.cli.command import ckpttool as command
 from tests.cli.command import leftover, remains, staging_of
 from tests.faults.disks import watching
