@@ -26,7 +26,7 @@ from ckpttool.formats.universal import STEP
 from ckpttool.model import MASTER, MODULE, TensorFloat, TensorInteger
 from ckpttool.plan import COPY, CopyPlan, TargetFile
 from ckpttool.plan.builder import CopyBuilder
-from ckpttool.targets.torch import TorchFileBuilder, copy_embedded, group_options, plain_file
+from ckpttool.targets.torch import TorchFileBuilder, as_in_torch, copy_embedded, group_options, plain_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -294,7 +294,11 @@ def _states(
     for key, scalar in checkpoint.numbers(parameter).items():
         if key in parameter.states and key != STEP:
             continue
-        yield _scalar_entry(builder, path(key), scalar.value, scalar.dtype or "F32", scalar.shape)
+        held = as_in_torch(key, scalar)
+        if held.dtype is None:
+            yield _object(builder, path(key), held.value)
+        else:
+            yield _scalar_entry(builder, path(key), held.value, held.dtype, held.shape)
 
 
 def _tensor(builder: CopyBuilder, path: Path, state: State, dtype: str) -> _TensorEntry:

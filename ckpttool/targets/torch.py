@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import posixpath
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers import torch_zip
@@ -15,6 +16,7 @@ from ckpttool.containers.pickler import pickle
 from ckpttool.containers.values import Opaque, OrderedDict, StorageRef, TensorRef, walk
 from ckpttool.dtypes import DTYPES, itemsize
 from ckpttool.errors import PlanError
+from ckpttool.formats.universal import STEP
 from ckpttool.model import TensorFloat, TensorInteger
 from ckpttool.plan import CopyPlan, TargetFile, merge_literals
 from ckpttool.plan.builder import CopyBuilder, Placement
@@ -188,6 +190,14 @@ class TorchFileBuilder:
                 zeros.append((start + filled, ref.nbytes - filled))
         copies, gathers = self._copies.copies(placed)
         return TargetFile(self.name, built.nbytes, merge_literals(literals), copies, gathers, tuple(zeros))
+
+
+def as_in_torch(key: str, number: ScalarState) -> ScalarState:
+    """Return a number of a parameter as optimizers of torch have it: a step in a tensor, any other as it was saved.
+
+    DeepSpeed's Adam counts steps in a Python number. Other Python numbers have no tensor: fp32 would round them.
+    """
+    return replace(number, dtype="F32") if key == STEP and number.dtype is None else number
 
 
 def group_options(checkpoint: Checkpoint, number: int) -> dict[str, Any]:

@@ -199,6 +199,23 @@ def test_fsdp_resumes_from_it(tmp_path: Path) -> None:
     assert {layout: len(ranks) for layout, ranks in done.items()} == {"nested": 2, "app": 2}
 
 
+@ONE_PROCESS
+def test_numbers_of_parameters_are_the_ones_of_deepspeed_and_not_rounded(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    name = "ds0.19.6-zero0-dp2-fp16-onebit-lamb"
+    out = _write(inspect(source(name)), tmp_path / "out")
+    dcp_to_torch_save(out, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=True)["optim"]["state"].values()
+    saved = torch.load(f"{source(name)}/global_step3/mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+    held = saved["optimizer_state_dict"]["state"].values()
+    for key in ("lamb_coeff_freeze", "last_factor", "scaling_coeff"):
+        numbers = sorted(state[key] for state in held if key in state)
+        assert sorted(state[key] for state in found if key in state) == numbers
+        assert all(type(number) is float for number in numbers)
+    assert all(torch.equal(state["step"], torch.tensor(4.0)) for state in found)
+
+
 # ------------------------------------------------------------------------------------------------- our own reader
 
 

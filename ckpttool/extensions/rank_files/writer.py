@@ -22,7 +22,7 @@ from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.model import MASTER, MODULE, DeviceMesh
 from ckpttool.plan import CopyPlan
 from ckpttool.plan.builder import CopyBuilder, Placement
-from ckpttool.targets.torch import TorchFileBuilder, group_options, opaque_object, plain_file, view
+from ckpttool.targets.torch import TorchFileBuilder, as_in_torch, group_options, opaque_object, plain_file, view
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -169,7 +169,7 @@ def _optimizer(checkpoint: Checkpoint, file: _RankFile, *, numbered: bool) -> Ta
 def _states(checkpoint: Checkpoint, parameter: Parameter, file: _RankFile) -> Iterator[tuple[str, Any]]:
     for key, scalar in checkpoint.numbers(parameter).items():
         if key not in parameter.states:
-            yield key, file.torch.number(scalar.value, scalar.dtype or "F32", scalar.shape)
+            yield key, file.torch.scalar(as_in_torch(key, scalar))
     for key, state in parameter.states.items():
         if key not in {MASTER, MODULE}:
             yield key, file.part(state, whole=parameter.name in checkpoint.unsharded)
