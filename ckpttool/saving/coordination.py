@@ -205,6 +205,12 @@ class Ranks:
         """
         return self._agree(what, Attempt(None), lambda _: decide(), last=True, call=call, kind="on_first")
 
+    def finish(self) -> None:
+        """Wait on rank 0 until the others have its last decision: its process may end then, and may run their store."""
+        last, _ = self._before
+        if self.rank == 0:
+            _wait(lambda: last.count(ACKNOWLEDGED) >= last.count(SENT), time.monotonic() + ACKNOWLEDGE_SECONDS)
+
     def check_others(self) -> None:
         """Check that no other rank has failed before the next call; call it often in long work before one.
 
@@ -330,12 +336,12 @@ class Ranks:
             wait: Whether to wait until the ranks that sent a message have its decision.
             keep: Whether to keep its decision: ranks that did not make the call read it in their next one.
         """
-        if wait:
-            _wait(lambda: now.count(ACKNOWLEDGED) >= now.count(SENT), time.monotonic() + ACKNOWLEDGE_SECONDS)
         before, names = self._before
+        self._before = now, [*map(str, range(self.size)), SENT, FAILED, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
+        if wait:
+            self.finish()
         for name in names:
             before.delete(name)
-        self._before = now, [*map(str, range(self.size)), SENT, FAILED, ACKNOWLEDGED, GIVEN_UP if keep else DECISION]
 
 
 SENT, FAILED, DECISION, ACKNOWLEDGED, GIVEN_UP = "count", "failed", "decision", "acknowledged", "given_up"
@@ -409,6 +415,9 @@ class Alone(Ranks):
         self.rank, self.size = 0, 1
 
     def check_others(self) -> None:
+        """Return at once."""
+
+    def finish(self) -> None:
         """Return at once."""
 
     def _agree(

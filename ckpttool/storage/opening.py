@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import ArgumentError, StorageError
@@ -42,7 +42,7 @@ class Opening:
         ArgumentError: The options of the storage contain the other one.
     """
 
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # it may hold secrets
     """Options for the fsspec class of URLs: keys, an endpoint, ... None: fsspec's own configuration."""
     follow_links: bool = False
     """Follow symbolic links of a local checkpoint that leave its root, to any file that the user may read."""

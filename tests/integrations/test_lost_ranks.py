@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import ckpttool
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
+from ckpttool.saving import coordination
 from ckpttool.saving.coordination import RankError
 from tests.forked import call, statuses_of
 
@@ -111,3 +113,38 @@ def test_a_rank_that_is_stopped_or_dies_is_named_within_beats(kind: str, tmp_pat
         assert stopped.endswith(lost)
         assert [one.endswith(lost) for one in dead] == ([] if rank == 2 else [True, True])
     assert ckpttool.inspect(tmp_path / "root").step == 3
+
+
+def _call_and_end(directory: Path, name: str) -> None:
+    """Make one call, after which the first rank ends at once; the other one reads its decisions late."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(3)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = ckpttool.CheckpointManager(directory / "root")
+    calls: dict[str, Any] = {
+        "save": lambda: manager.save(model, optimizer=optimizer, step=1),
+        "restore": lambda: manager.restore(model, optimizer=optimizer),
+        "load": lambda: ckpttool.load(model, directory / "root", optimizer=optimizer),
+        "prove": lambda: ckpttool.prove(model, directory / "root", optimizer=optimizer),
+        "live_digest": lambda: ckpttool.live_digest(model, optimizer=optimizer),
+    }
+    wait = coordination._wait
+
+    def wait_late(*arguments: Any) -> bool:
+        time.sleep(0.2)
+        return wait(*arguments)
+
+    if os.environ["RANK"] != "0":
+        coordination._wait = wait_late
+    calls[name]()
+    os._exit(0)  # with the store of the ranks, if this is the first one
+
+
+def _calls_that_end(directory: Path) -> dict[str, list[int]]:
+    names = ("save", "restore", "load", "prove", "live_digest")
+    return {name: statuses_of(2, partial(_call_and_end, directory, name)) for name in names}
+
+
+def test_the_first_rank_may_end_right_after_a_call(tmp_path: Path) -> None:
+    assert {name: status for name, status in call(_calls_that_end, tmp_path).items() if status != [0, 0]} == {}

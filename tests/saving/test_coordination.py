@@ -173,13 +173,18 @@ def test_a_function_is_called_on_the_first_rank_alone(make: Callable[[int], crew
     assert [o.result for o in make(size).do(work)] == [[0, "found"]] * size
 
 
-def test_the_first_rank_waits_until_the_others_have_its_decision(make: Callable[[int], crew.Crew]) -> None:
+@pytest.mark.parametrize("how", ["on_first", "finish"])
+def test_the_first_rank_waits_until_the_others_have_its_decision(how: str, make: Callable[[int], crew.Crew]) -> None:
     """Its process may end then, and hold the store of the ranks."""
     team = make(3)
     left: list[int] = []
 
     def work(ranks: Ranks) -> Any:
-        found = ranks.on_first("root", lambda: 7)
+        if how == "on_first":
+            found = ranks.on_first("root", lambda: 7)
+        else:
+            found = ranks.exchange("root", lambda: 0, lambda _: 7)
+            ranks.finish()
         if ranks.rank == 0:
             left.append(int(team.store.values["crew/1/acknowledged"]))
         return found

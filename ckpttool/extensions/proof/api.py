@@ -110,7 +110,8 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     def own() -> dict[str, str]:
         return _state_of(model, optimizer, scheduler).digest().to_json()
 
-    return StateDigest.from_json(ranks.exchange("live_digest", own, decide))
+    decided = ranks.exchange("live_digest", own, decide, last=True)
+    return StateDigest.from_json(decided)
 
 
 @with_options
@@ -160,7 +161,9 @@ def prove(  # noqa: PLR0913  public API
     read = partial(open_checkpoint, paths, tag=tag, storage=storage, trust_names=trust_names)
     checkpoint = open_together(paths[0], storage, read, ranks)
     subject = partial(_state_of, model, optimizer, scheduler, extra)
-    return prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
+    proof = prove_state(subject, checkpoint, ranks, Scope(weights_only=weights_only))
+    ranks.finish()
+    return proof
 
 
 def prove_state(subject: Callable[[], LiveState], checkpoint: Checkpoint, ranks: Ranks, scope: Scope) -> Proof:

@@ -124,6 +124,7 @@ def load(  # noqa: PLR0913  public API
     read = partial(open_checkpoint, paths, tag=tag, storage=storage, trust_names=trust_names, module_only=weights_only)
     checkpoint = open_together(paths[0], storage, read, ranks)
     (report,) = run.restore([checkpoint], options, ranks)
+    ranks.finish()
     return replace(report, seconds=time.perf_counter() - began)
 
 

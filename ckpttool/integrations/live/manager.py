@@ -446,6 +446,7 @@ class CheckpointManager:
                 first = first or error
                 continue
             self._note_restored(path, reports, options)
+            ranks.finish()
             return dict(reports[0].client_state)
         if first is not None:
             failed = _none_restorable(self.root, len(found), first, thin=thin)

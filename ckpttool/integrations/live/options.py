@@ -84,7 +84,7 @@ class SaveOptions:
 
     async_save: bool = False
     timeout: float = TIMEOUT
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)  # it may hold secrets
     allow: Collection[str] = ()
     given: Mapping[str, Any] = field(default_factory=dict)
     """Options of extensions for loads, by name."""
