@@ -19,6 +19,7 @@ from ckpttool.saving.coordination import RankError
 from tests.forked import call, statuses_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -131,9 +132,9 @@ def _call_and_end(directory: Path, name: str) -> None:
     }
     wait = coordination._wait
 
-    def wait_late(*arguments: Any) -> bool:
+    def wait_late(condition: Callable[[], bool], end: float) -> bool:
         time.sleep(0.2)
-        return wait(*arguments)
+        return wait(condition, end)
 
     if os.environ["RANK"] != "0":
         coordination._wait = wait_late
