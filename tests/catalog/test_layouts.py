@@ -484,6 +484,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("made")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_every_command_takes_the_same_checkpoint_of_a_root(name: str, tmp_path: Path, temporary: Path) -> None:
     row, root = TABLE[name], tmp_path / "run"

@@ -282,6 +282,7 @@ def test_the_best_is_of_those_that_have_the_number() -> None:
 # ------------------------------------------------------------------------------------------------- cp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_a_copy_is_the_same_files_and_is_read_as_the_same(name: str, tmp_path: Path) -> None:
     report = api.cp(source(name), tmp_path / "copy", prove=True)

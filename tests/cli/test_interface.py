@@ -265,6 +265,7 @@ def _json(*arguments: object) -> Any:
 # ------------------------------------------------------------------------------------------------- streams
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS, ids=" ".join)
 @pytest.mark.parametrize("name", ["zero3-dp4-bf16", "zero2-dp2-bf16-trainer"])
 def test_pipe_gets_whole_names_and_no_decoration(name: str, view: tuple[str, ...]) -> None:
