@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from ckpttool.checksums import Record
 from ckpttool.errors import ChecksumError
 from ckpttool.execution.checks import ALLOWANCE_BYTES, ReadChecks
-from ckpttool.plan import SourceFile
+from ckpttool.execution.run import Work
+from ckpttool.plan import COPY, CopyPlan, SourceFile, TargetFile
 from ckpttool.ranges import ByteRange
 from ckpttool.storage import LOCAL
 from tests.wording import refused
@@ -112,8 +115,11 @@ OVERLAPPING = {
     "the whole, and a part again": [(64, DATA[64:1000]), (900, WRONG)],
     "two parts, and the second longer": [(64, DATA[64:900]), (900, DATA[900:1000]), (900, bytes(100))],
     "two chains": [(64, DATA[64:500]), (500, DATA[500:1000]), (64, DATA[64:700]), (700, DATA[700:950]), (950, WRONG)],
+    "two chains, the first is wrong": [
+        (500, DATA[500:950] + WRONG), (64, DATA[64:500]), (700, DATA[700:1000]), (64, DATA[64:700])
+    ],
     "an overlap": [(64, DATA[64:650] + WRONG), (600, DATA[600:1000])],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pieces", OVERLAPPING.values(), ids=OVERLAPPING.keys())
@@ -203,3 +209,18 @@ def test_a_file_without_checksums_is_named() -> None:
     report = checks.finish(_reader(DATA))
     assert report.without == ("bare.bin",)
     assert report.records == 1
+
+
+def test_the_sources_of_a_file_that_an_earlier_run_wrote_are_checked(long: bytes) -> None:
+    source = _file(long, (0, len(long)))
+    flipped = bytes([long[0] ^ 1]) + long[1:]
+    checks = ReadChecks([source])
+    copies = np.zeros(1, dtype=COPY)
+    copies["numel"] = 1
+    plan = CopyPlan((source,), (("U8", "U8"),), (TargetFile("x", 1, (), copies),))
+    output = SimpleNamespace(has=lambda _: True)
+    done: list[int] = []
+    assert list(Work(plan, cast("Any", output), done.append, checks).missing_files()) == []
+    assert done == [1]
+    with pytest.raises(ChecksumError):
+        checks.finish(_reader(flipped))
