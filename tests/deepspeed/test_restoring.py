@@ -783,7 +783,7 @@ def _kernels_in_python() -> None:
 # ------------------------------------------------------------------------------------------------- tests
 
 
-DRAWN = draws(2400 if thorough() else 12)
+DRAWN = draws(2400 if thorough() else 8)
 CHOSEN = [*ALSO, *DRAWN]
 REFUSED = (
     r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example

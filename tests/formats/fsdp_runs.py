@@ -128,7 +128,12 @@ def live(net: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def train(job: dict[str, Any], directory: Path) -> None:
-    """Train a run, and save it in every layout.
+    """Train a run, and save it in every layout; a rank returns nothing that cannot be pickled."""
+    trained(job, directory)
+
+
+def trained(job: dict[str, Any], directory: Path) -> tuple[Any, Any, Any]:
+    """Train a run, and save it in every layout; return its model, optimizer and scheduler.
 
     ``truth.safetensors`` has the values of ``live`` after the last step.
     """
@@ -184,6 +189,7 @@ def train(job: dict[str, Any], directory: Path) -> None:
         (root / "verl/latest_checkpointed_iteration.txt").write_text("3")
         (pair / "trainer_state.json").write_text('{"global_step": 3}')
         save_file(truth, str(root / "truth.safetensors"))
+    return net, optimizer, scheduler
 
 
 def train_fsdp1(job: dict[str, Any], directory: Path) -> None:

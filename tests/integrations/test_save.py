@@ -46,7 +46,7 @@ RESUMED: list[dict[str, Any]] = sampling.some(
         for mesh, ranks in MESHES
         if (one["mesh"], one["world_size"]) != (mesh, ranks)
     ],
-    8,
+    6,
 )
 
 

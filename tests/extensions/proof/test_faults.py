@@ -591,6 +591,8 @@ JOBS = [
     _sharded("hsdp", "float32", 4, "nested"),
     _sharded("2d", "float32", 4, "verl"),
 ]
+if not sampling.thorough():
+    JOBS = [job for job in JOBS if job["id"] not in {"zero0-fp32-dp2", "zero2-fp16-dp2", "zero3-fp32-dp3"}]
 
 
 def _cases() -> list[tuple[str, str]]:

@@ -42,10 +42,7 @@ def _prove(job: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train, save in every layout, and prove the live run against each; then after one more step."""
     from tests.formats import fsdp_runs
 
-    fsdp_runs.train(job, directory)
-    net, optimizer, scheduler = fsdp_runs.start(job)
-    for step in range(fsdp_runs.STEPS):
-        fsdp_runs.advance(net, optimizer, step)
+    net, optimizer, scheduler = fsdp_runs.trained(job, directory)
     own = ckpttool.live_digest(net, optimizer)
     assert str(own).splitlines()[-1].startswith(f"{own.count} tensors, ")
     assert all(str(one).split()[-1] in str(own) for of_state in own.tensors.values() for one in of_state.values())

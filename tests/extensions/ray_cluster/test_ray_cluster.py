@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ from ckpttool.errors import CkptError, PlanError, StorageError
 from ckpttool.execution import distributed
 from ckpttool.extensions.ray_cluster import cluster as ray_tasks
 from ckpttool.storage.staging import SHARED
-from tests import damage
+from tests import damage, sampling
 from tests.cli.command import ckpttool as command
 from tests.cli.command import ckpttool_process, staging_of
 from tests.faults import s3_faults as faults
@@ -139,7 +140,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("name", CONSOLIDATIONS)
+@pytest.mark.parametrize("name", sampling.some(CONSOLIDATIONS, 4))
 def test_consolidation_gives_the_bytes_of_a_local_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +159,7 @@ def test_consolidation_gives_the_bytes_of_a_local_one(
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize("name", sampling.some(CONVERSIONS, 3))
 def test_conversion_gives_the_bytes_of_a_local_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_tasks(monkeypatch, 1001)
     expected = ckpttool.convert(source(name), tmp_path / "here", **CONVERSIONS[name])
@@ -172,15 +173,20 @@ def test_conversion_gives_the_bytes_of_a_local_one(name: str, tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("name", ["torch2.6.0-fsdp-3", "torch2.9.1-hsdp-4"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"to": "zero", "world_size": 2, "stage": 3, "dtype": "bf16"},
-        {"to": "dcp"},
-        {"to": "ranks", "layout": "verl", "world_size": 2},
-    ],
-    ids=lambda options: options["to"],
+    ("options", "name"),
+    sampling.some(
+        itertools.product(
+            [
+                {"to": "zero", "world_size": 2, "stage": 3, "dtype": "bf16"},
+                {"to": "dcp"},
+                {"to": "ranks", "layout": "verl", "world_size": 2},
+            ],
+            ["torch2.6.0-fsdp-3", "torch2.9.1-hsdp-4"],
+        ),
+        3,
+    ),
+    ids=lambda value: value if isinstance(value, str) else value["to"],
 )
 def test_files_of_fsdp_give_the_bytes_of_a_local_conversion(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -571,7 +577,7 @@ def test_a_cluster_that_is_started_ends_with_the_command(tmp_path: Path) -> None
     assert not left
 
 
-@pytest.mark.parametrize("interrupt", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("interrupt", sampling.some([signal.SIGINT, signal.SIGTERM], 1))
 def test_an_interrupted_run_leaves_nothing(
     interrupt: signal.Signals, cluster: Any, weights: Path, tmp_path: Path, bucket: server.Bucket, proxy: Proxy
 ) -> None:
