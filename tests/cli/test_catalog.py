@@ -16,6 +16,7 @@ from ckpttool.catalog.retention import Rules, decide
 from ckpttool.commit.marks import mark_damaged
 from ckpttool.errors import ArgumentError, PlanError
 from ckpttool.storage import LOCAL, MARK, aside_name, open_storage
+from tests import sampling
 from tests.cli.command import ckpttool, remains
 from tests.truth import HERE, NAMES, REPRESENTATIVE, source, truth
 from tests.wording import refused
@@ -86,11 +87,13 @@ def test_every_bundled_checkpoint_is_listed_as_what_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_directory_of_runs_holds_no_checkpoints_of_its_own() -> None:
-    found = {e.name: e for e in api.ls(os.path.dirname(source(NAME))).entries}
+def test_a_directory_of_runs_holds_no_checkpoints_of_its_own(tmp_path: Path) -> None:
+    for name in {NAME, *sampling.some(REPRESENTATIVE, 8)}:
+        shutil.copytree(source(name), tmp_path / name)
+    found = {e.name: e for e in api.ls(tmp_path).entries}
     assert found[NAME].problem == "is a root of its own, with a checkpoint"
     assert not any(e.whole for e in found.values())
-    assert all(d.keep for d in api.prune(os.path.dirname(source(NAME)), keep_last=1))
+    assert all(d.keep for d in api.prune(tmp_path, keep_last=1))
 
 
 def test_an_unfinished_root_is_not_a_checkpoint(root: Path, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_of_several_runs_at_once_at_most_one_writes_the_output(tmp_path: Path) -
 
 def _stage_often(out: str) -> set[str]:
     problems = set()
-    for _ in range(1000):
+    for _ in range(500):
         try:
             with staged(out, overwrite=True, replaces=lambda _: True) as directory:
                 os.close(directory.create("file"))

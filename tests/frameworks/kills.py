@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 import ckpttool
-from tests import forked, sampling
+from tests import forked
 from tests.frameworks.runs import noted_losses
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from _pytest.tmpdir import TempPathFactory
 
-COUNT = 5 if sampling.thorough() else 2
+COUNT = 5
 """Maximum number of kills of a run, which may end before the last of them."""
-SEEDS = range(14) if sampling.thorough() else range(1)
+SEEDS = range(14)
 """Runs of each framework. A run must be short: over 300 steps, sums in the order of other ranks change losses by 1e-3,
 in runs that are not killed as well."""
 KILLS = {"count": COUNT, "start": 4.0, "seconds": 0.3}

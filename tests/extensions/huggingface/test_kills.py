@@ -9,7 +9,7 @@ import pytest
 from tests.extensions.huggingface import trainer_runs
 from tests.frameworks.kills import KilledRuns
 
-pytestmark = pytest.mark.deepspeed
+pytestmark = [pytest.mark.deepspeed, pytest.mark.thorough]
 
 
 class TestKills(KilledRuns):
