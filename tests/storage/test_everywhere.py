@@ -113,7 +113,9 @@ def test_written_values_equal_the_state_of_the_engine(place: Place) -> None:
 def test_there_and_back_again_is_the_same(place: Place) -> None:
     src = place.put(source(NAME))
     digest = ckpttool.digest(source(NAME))
-    for to, back in sampling.some([("zero", "dcp"), ("universal", "zero")], 1 if isinstance(place, places.Remote) else 2):
+    for to, back in sampling.some(
+        [("zero", "dcp"), ("universal", "zero")], 1 if isinstance(place, places.Remote) else 2
+    ):
         there, again = place.new(), place.new()
         ckpttool.convert(src, there, **_target(to))
         assert ckpttool.digest(there) == digest
