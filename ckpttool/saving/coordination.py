@@ -128,9 +128,8 @@ class Ranks:
         decide: Callable[[list[Any]], R],
         *,
         refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
-        last: bool = False,
     ) -> R:
-        """Return the decision of rank 0 on a value of each rank.
+        """Return the decision of rank 0 on a value of each rank. Call ``finish`` after the last one of a task.
 
         Args:
             what: Name of the task, for error messages.
@@ -138,13 +137,12 @@ class Ranks:
             decide: Called on rank 0 with the values of all ranks, if none failed; returns JSON data.
             refuse: Called on rank 0 with the errors of the ranks that failed, after all ranks have sent their value or
                 error; returns the error to raise. Default: the first one, with its rank.
-            last: Whether rank 0 waits until all ranks have the decision.
 
         Raises:
             CkptError: ``own`` failed on a rank, or ``decide`` on rank 0.
             RankError: A rank sent no value in time.
         """
-        return self._agree(what, attempt(own), decide, refuse=refuse, last=last)
+        return self._agree(what, attempt(own), decide, refuse=refuse)
 
     def together(self, what: str, own: Callable[[], T], asked: Mapping[str, Any] | None = None) -> T:
         """Return the value of a function on this rank, if all ranks have the same arguments and it fails on none.
@@ -203,7 +201,9 @@ class Ranks:
             CkptError: The error of ``decide``.
             RankError: A rank made no call in time.
         """
-        return self._agree(what, Attempt(None), lambda _: decide(), last=True, call=call, kind="on_first")
+        decided = self._agree(what, Attempt(None), lambda _: decide(), call=call, kind="on_first")
+        self.finish()
+        return decided
 
     def finish(self) -> None:
         """Wait on rank 0 until the others have its last decision: its process may end then, and may run their store."""
@@ -231,7 +231,6 @@ class Ranks:
         decide: Callable[[list[Any]], R],
         *,
         refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
-        last: bool = False,
         call: Any = None,
         kind: Any = None,
     ) -> R:
@@ -254,14 +253,17 @@ class Ranks:
             return decide([other["value"] for other in messages])
 
         try:
-            return cast("R", self._decided(what, message, decide_if_none_failed, last=last, call=call))
+            return cast("R", self._decided(what, message, decide_if_none_failed, call))
         except CkptError as error:
             if own.error is not None and not isinstance(own.error, Exception):
                 raise own.error from None  # an interrupt
             raise error from own.error
 
-    def _decided(self, what: str, message: Any, decide: Callable[[list[Any]], Any], *, last: bool, call: Any) -> Any:
-        """Send a message to rank 0, and return its decision, or raise its error."""
+    def _decided(self, what: str, message: Any, decide: Callable[[list[Any]], Any], call: Any) -> Any:
+        """Send a message to rank 0, and return its decision, or raise its error.
+
+        Rank 0 waits until the others have an error, as its process may end with it.
+        """
         own = json.loads(json.dumps([what, call]))
         end = time.monotonic() + self.timeout
         while True:
@@ -272,7 +274,7 @@ class Ranks:
             concerned = timed_out is None or timed_out == own
             now.add(ACKNOWLEDGED)
             if self.rank == 0:
-                self._tidy(now, wait=concerned and (last or "error" in decision), keep=timed_out is not None)
+                self._tidy(now, wait=concerned and "error" in decision, keep=timed_out is not None)
             if concerned:
                 break
             LOG.warning("rank %d left out a call: %s", self.rank, error_from_data(decision["error"]))
@@ -427,7 +429,6 @@ class Alone(Ranks):
         decide: Callable[[list[Any]], R],
         *,
         refuse: Callable[[Mapping[int, CkptError]], CkptError] | None = None,
-        last: bool = False,
         call: Any = None,
         kind: Any = None,
     ) -> R:

@@ -164,8 +164,8 @@ def save(
             own=lambda: _write(storage, ranks, claim, request, files, attempt) | {"records": messages()},
             decide=partial(_finish, storage, claim, request, index, records),
             refuse=refuse,
-            last=True,
         )
+        ranks.finish()
         return Manifest(**fields)
     finally:
         messages()  # which read the captured state: the caller releases it

@@ -28,7 +28,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], crew.Crew]:
 def test_all_ranks_receive_the_decision_of_the_first(make: Callable[[int], crew.Crew], size: int) -> None:
     def work(ranks: Ranks) -> list[Any]:
         first = ranks.exchange("save", lambda: {"mine": ranks.rank}, lambda said: {"all": said})
-        return [first, ranks.exchange("save", lambda: ranks.rank * 10, sum, last=True)]
+        second = ranks.exchange("save", lambda: ranks.rank * 10, sum)
+        ranks.finish()
+        return [first, second]
 
     outcomes = make(size).do(work)
     expected = [{"all": [{"mine": r} for r in range(size)]}, sum(10 * r for r in range(size))]
@@ -264,12 +266,14 @@ def test_a_call_that_not_all_ranks_made_fails_alone(
 
 
 def test_the_store_does_not_grow(make: Callable[[int], crew.Crew]) -> None:
+    def work(ranks: Ranks) -> None:
+        ranks.exchange("what", lambda: "x" * 100, len)
+        ranks.finish()
+
     team = make(3)
     sizes = []
     for _ in range(6):
-        assert all(
-            o.succeeded for o in team.do(lambda ranks: ranks.exchange("what", lambda: "x" * 100, len, last=True))
-        )
+        assert all(o.succeeded for o in team.do(work))
         sizes.append(len(team.store.values))
     assert sizes[2:] == [sizes[1]] * 4
 

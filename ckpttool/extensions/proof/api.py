@@ -110,7 +110,8 @@ def live_digest(model: Any, optimizer: Any = None, scheduler: Any = None, *, tim
     def own() -> dict[str, str]:
         return _state_of(model, optimizer, scheduler).digest().to_json()
 
-    decided = ranks.exchange("live_digest", own, decide, last=True)
+    decided = ranks.exchange("live_digest", own, decide)
+    ranks.finish()
     return StateDigest.from_json(decided)
 
 

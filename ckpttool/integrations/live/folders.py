@@ -314,7 +314,10 @@ class Folders:
 class FoldersByStorage:
     """``Folders`` for paths and URLs of any storage, one for each; make one on every rank, with the same arguments.
 
-    Arguments are as for ``Folders``.
+    Args:
+        options: How to save, and the classes that a load may build.
+        on_save: Called on every rank after each save, in the thread of the save.
+        layout: Names of the entries in saves of torch runs.
     """
 
     def __init__(self, options: SaveOptions, *, on_save: Callable[[SaveReport], None], layout: str) -> None:
