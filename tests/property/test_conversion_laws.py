@@ -54,7 +54,8 @@ def test_our_output_is_accepted(name: str, tmp_path: Path) -> None:
     first = NAMES.index(name)
     own = [TARGETS[(first + i) % len(TARGETS)] for i in (0, 2, 5)]
     written = [_law(source(name), tmp_path / str(i), target) for i, target in enumerate(own)]
-    assert any(written) or truth(name).unassigned or truth(name).elastic
+    fixture = truth(name)
+    assert any(written) or fixture.unassigned or fixture.elastic or fixture.facts.get("set_aside")
 
 
 DTYPES = [
