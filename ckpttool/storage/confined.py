@@ -63,8 +63,6 @@ class ConfinedStorage(LocalStorage):
     def __init__(self, bases: tuple[str, ...]) -> None:
         self.bases = bases
         """Absolute paths; the resolved paths may differ between nodes."""
-        self._found: dict[tuple[str, ...] | str, list[str]] = {}
-        """Allowed directories, by the bases that contain a path, or its directory."""
 
     def describe(self) -> tuple[Callable[..., Storage], tuple[Any, ...]]:
         """Return the opener of this storage and its arguments."""
@@ -100,38 +98,30 @@ class ConfinedStorage(LocalStorage):
 
     def holds(self, path: str) -> bool:
         """Return whether the resolved path is in an allowed directory."""
-        return self._is_allowed(path, os.path.realpath(path))
+        real = os.path.realpath(path)
+        return any(_is_within(real, base) for base in self._allowed(os.path.abspath(path)))
 
     def _check(self, path: str, real: str) -> None:
         """Refuse a path whose resolved path is outside the allowed directories."""
-        if not self._is_allowed(path, real):
+        full = os.path.abspath(path)
+        if not any(_is_within(real, base) for base in self._allowed(full)):
             problem, hint = (
                 "is reached through a link that leaves the checkpoint's root",
                 "copy it here, or pass follow_links=True",
             )
             raise LinkError(path, problem, hint, (FOLLOW_LINKS,))
 
-    def _is_allowed(self, path: str, real: str) -> bool:
-        """Return whether a resolved path is in an allowed directory; look for these again if they may have changed."""
-        full = os.path.abspath(path)
-        bases = tuple(base for base in self.bases if _is_within(full, base))
-        key = bases or os.path.dirname(full)
-        if any(_is_within(real, directory) for directory in self._found.get(key, ())):
-            return True
-        self._found[key] = found = _allowed(bases) if bases else _link_targets(os.path.dirname(full))
-        return any(_is_within(real, directory) for directory in found)
-
-
-def _allowed(bases: tuple[str, ...]) -> list[str]:
-    """Return the directories that may contain the resolved paths of files below some bases."""
-    found: list[str] = []
-    for base in bases:
-        above = os.path.dirname(base)
-        found += _link_targets(base)
+    def _allowed(self, full: str) -> list[str]:
+        """Return the directories that may contain the resolved path of ``full``."""
+        found: list[str] = []
+        for base in self.bases:
+            above = os.path.dirname(base)
+            if _is_within(full, base):
+                found += _link_targets(base)
+                if any(os.path.isfile(os.path.join(above, name)) for name in (LATEST, LATEST_UNIVERSAL)):
+                    found.append(os.path.realpath(above))
         # The parent of a tag's directory contains sidecar files and other tags.
-        if any(os.path.isfile(os.path.join(above, name)) for name in (LATEST, LATEST_UNIVERSAL)):
-            found.append(os.path.realpath(above))
-    return found
+        return found or _link_targets(os.path.dirname(full))
 
 
 def _link_targets(base: str) -> list[str]:

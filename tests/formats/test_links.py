@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import ckpttool
-from ckpttool.errors import CkptError
+from ckpttool.errors import CkptError, LinkError
+from ckpttool.storage.confined import local_storage
 from tests.cli.command import EXTENSIONS_READING, remains
 from tests.cli.command import ckpttool as command
 from tests.truth import source
@@ -183,3 +184,24 @@ def test_a_checkpoint_of_links_out_of_the_root_is_not_read_and_not_torn(
     assert all(d.keep for d in decisions)
     assert ["not read: " in d.reason for d in decisions if d.entry.latest] == [True]
     assert (root / "global_step3").is_dir()
+
+
+def test_a_storage_that_is_in_use_sees_how_links_and_the_root_have_changed(tmp_path: Path, secret: Path) -> None:
+    root, storage = tmp_path / "run", local_storage([str(tmp_path / "run" / "step1")], follow_links=False)
+    for name in ("step1", "step2"):
+        (root / name).mkdir(parents=True)
+        (root / name / "own").write_text(name)
+    (root / "latest").write_text("step1")
+    (root / "step1" / "link").symlink_to(root / "step2" / "own")
+    storage.open(str(root / "step1" / "link")).close()  # latest makes its directory the root
+    (root / "latest").unlink()
+    with pytest.raises(LinkError, match=REFUSED):
+        storage.open(str(root / "step1" / "link"))
+    (root / "step1").rename(root / "aside")
+    (root / "step1").symlink_to(secret.parent)
+    storage.open(str(root / "step1" / "secret")).close()  # the path to a root may be a link
+    (root / "step1").unlink()
+    (root / "aside").rename(root / "step1")
+    (root / "step1" / "found").symlink_to(secret)
+    with pytest.raises(LinkError, match=REFUSED):
+        storage.open(str(root / "step1" / "found"))
