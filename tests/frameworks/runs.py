@@ -39,7 +39,8 @@ def run_jobs(jobs: list[dict[str, Any]], train: Train, forget: Callable[[], None
         forget: Resets the global state of a framework between two runs of a process.
     """
     # The frameworks ask for versions of packages again and again, and each time the package's metadata is parsed.
-    metadata.version, metadata.metadata = map(functools.cache, (metadata.version, metadata.metadata))
+    metadata.version = functools.cache(metadata.version)
+    metadata.metadata = functools.cache(metadata.metadata)
     for key, group in itertools.groupby(sorted(jobs, key=_process), _process):
         together = list(group)
         for job in together:
