@@ -128,7 +128,7 @@ def live(net: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def train(job: dict[str, Any], directory: Path) -> None:
-    """Train a run, and save it in every layout; a rank returns nothing that cannot be pickled."""
+    """Train a run as ``trained`` does, and return nothing: what a rank returns is pickled."""
     trained(job, directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.errors import CkptError
 from ckpttool.integrations.torch.collectives import ranks_of_process_group
 from ckpttool.saving import coordination
 from ckpttool.saving.coordination import RankError
@@ -129,6 +131,7 @@ def _call_and_end(directory: Path, name: str) -> None:
         "load": lambda: ckpttool.load(model, directory / "root", optimizer=optimizer),
         "prove": lambda: ckpttool.prove(model, directory / "root", optimizer=optimizer),
         "live_digest": lambda: ckpttool.live_digest(model, optimizer=optimizer),
+        "load of nothing": lambda: ckpttool.load(model, directory / "none", optimizer=optimizer),
     }
     wait = coordination._wait
 
@@ -138,12 +141,13 @@ def _call_and_end(directory: Path, name: str) -> None:
 
     if os.environ["RANK"] != "0":
         coordination._wait = wait_late
-    calls[name]()
+    with pytest.raises(CkptError, match="does not exist") if "nothing" in name else contextlib.nullcontext():
+        calls[name]()
     os._exit(0)  # with the store of the ranks, if this is the first one
 
 
 def _calls_that_end(directory: Path) -> dict[str, list[int]]:
-    names = ("save", "restore", "load", "prove", "live_digest")
+    names = ("save", "restore", "load", "prove", "live_digest", "load of nothing")
     return {name: statuses_of(2, partial(_call_and_end, directory, name)) for name in names}
 
 
