@@ -585,15 +585,13 @@ def _without_collections(nbytes: int) -> Iterator[None]:
 
 
 _NESTING = (dict, list, tuple, set, frozenset, Opaque, TensorRef)
-_LEAVES = {str, int, float, bool, type(None), bytes}
-"""Types of most values; a look into a set costs less than ``isinstance``."""
 
 
 def _height(value: Any, heights: dict[int, int], depth: int) -> int:
     """The longest path downwards from a container, or any number over MAX_DEPTH; each container is visited once."""
     heights[id(value)] = height = 0  # read again by a cycle
     for child in children(value):
-        if type(child) not in _LEAVES and isinstance(child, _NESTING):
+        if isinstance(child, _NESTING):
             below = heights.get(id(child))
             if below is None:
                 below = _height(child, heights, depth + 1) if depth < MAX_DEPTH else MAX_DEPTH

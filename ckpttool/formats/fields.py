@@ -103,7 +103,6 @@ def shape_of(value: object) -> tuple[int, ...] | None:
 
 MAX_PARTS = 300_000
 """Most parts of a value to compare."""
-_COMPARABLE = (str, int, bytes)
 
 
 def fingerprint(value: object) -> list[object]:
@@ -116,9 +115,7 @@ def fingerprint(value: object) -> list[object]:
     stack: list[object] = [value]
     while stack and len(parts) < MAX_PARTS:
         item = stack.pop()
-        if item is None or isinstance(item, _COMPARABLE):
-            parts.append(item)
-        elif isinstance(item, dict):
+        if isinstance(item, dict):
             parts.append(("dict", len(item)))
             stack.extend(part for pair in item.items() for part in pair)
         elif isinstance(item, list | tuple):
@@ -129,6 +126,8 @@ def fingerprint(value: object) -> list[object]:
             stack.extend((item.args, item.state))
         elif isinstance(item, float):
             parts.append(repr(item))
+        elif item is None or isinstance(item, int | str | bytes):
+            parts.append(item)
         else:
             parts.append(type(item).__name__)
     return parts

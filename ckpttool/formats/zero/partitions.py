@@ -568,12 +568,10 @@ def check_same_group(file: RankFile, what: str, groups: Sequence[ParamGroup], re
 
 def check_agreement(files: Sequence[RankFile], what: str, values: Sequence[object], report: Report) -> None:
     """Report the first rank whose value differs from rank 0's."""
-    same = {id(value): True for value in values[:1]}  # by identity: files with equal pickles share their values
-    expected: list[object] | None = None
+    same: dict[int, bool] = {}  # by identity: files with equal pickles share their values
     for file, value in zip(files, values, strict=True):
         if id(value) not in same:
-            expected = expected or fingerprint(values[0])
-            same[id(value)] = fingerprint(value) == expected
+            same[id(value)] = _agree([values[0], value])
         if not same[id(value)]:
             problem = f"{what} differs from rank 0's{_both(value, values[0])}: two saves are mixed"
             report(LayoutError(file.path, problem, RESTORE))
