@@ -117,7 +117,7 @@ def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture(autouse=True)
 def no_client_of_another_test() -> None:
     """Drop the S3 clients that fsspec has cached: their endpoint is that of the environment as it was."""
-    if (module := sys.modules.get("ckpttool.storage.s3")) is not None:
+    if (module := sys.modules.get("ckpttool.storage.s3_client")) is not None:
         module.SingleAttemptFileSystem.clear_instance_cache()
 
 

@@ -218,12 +218,12 @@ def _as_fsspec(filesystem: Any) -> Any:
         options = {**wrapped.storage_options, **OWN}
         if not _is_s3(wrapped):
             return type(wrapped)(*wrapped.storage_args, **options)
-        from ckpttool.storage.s3 import single_attempt, with_defaults
+        from ckpttool.storage.s3_client import single_attempt, with_defaults
 
         return single_attempt(type(wrapped))(*wrapped.storage_args, **with_defaults(options))
     if isinstance(filesystem, pyarrow.fs.S3FileSystem):
         try:
-            from ckpttool.storage.s3 import SingleAttemptFileSystem, with_defaults
+            from ckpttool.storage.s3_client import SingleAttemptFileSystem, with_defaults
         except ImportError:
             problem = "is in S3, and s3fs is not installed"
             raise PlanError("RunConfig(storage_path=...)", problem, "pip install 'ckpttool[s3]'") from None

@@ -385,6 +385,16 @@ class RemoteStorage(Described, WritableStorage):
         infos: list[dict[str, Any]] = self.fs.ls(key, detail=True)
         return infos
 
+    def find(self, key: str) -> Iterable[dict[str, Any]]:
+        """Return fsspec's infos of all files below a directory."""
+        infos: dict[str, dict[str, Any]] = self.fs.find(key, detail=True)
+        return infos.values()
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return fsspec's info of a file or directory."""
+        info: dict[str, Any] = self.fs.info(key)
+        return info
+
     def _remember(self, path: str, key: str, infos: Iterable[Mapping[str, Any]]) -> list[Entry]:
         infos = [info for info in infos if not str(info["name"]).endswith("/") or info["type"] == "directory"]
         if len(infos) == 1 and name_of(infos[0]) == key.rstrip("/") and infos[0]["type"] != "directory":
@@ -399,8 +409,7 @@ class RemoteStorage(Described, WritableStorage):
         root = self.key(path).rstrip("/")
         if self._is_listed(root):
             return
-        infos = self.call(path, self.fs.find, root, detail=True)
-        self._listed |= tree_of(root, infos.values())
+        self._listed |= tree_of(root, self.call(path, self.find, root))
 
     def _is_listed(self, key: str) -> bool:
         """Return whether the listings of a whole tree are cached."""
@@ -459,7 +468,7 @@ class RemoteStorage(Described, WritableStorage):
         known, found = self._lookup(path)
         if not known:
             key = self.key(path)
-            found = self._single[key] = entry_of(self.call(path, self.fs.info, key))
+            found = self._single[key] = entry_of(self.call(path, self.info, key))
         if found is None:
             raise StorageError(path, MISSING, "check the path")
         if found.is_dir:  # an object may have the same key as a directory
@@ -622,12 +631,13 @@ class RemoteStorage(Described, WritableStorage):
 
     def _delete(self, path: str) -> None:
         try:
-            self.call(path, self._remove, self.key(path))
+            self.call(path, self.remove, self.key(path))
         except StorageError as error:
             if error.problem != MISSING:
                 raise
 
-    def _remove(self, key: str) -> None:
+    def remove(self, key: str) -> None:
+        """Delete a file."""
         try:
             self.fs.rm_file(key)
         except NotImplementedError:  # adlfs 2025.8 and older
@@ -640,12 +650,19 @@ class RemoteStorage(Described, WritableStorage):
             StorageError: A file cannot be copied or deleted.
         """
         self.forget()
-        names = [name for name, _ in walk(self, path)]
-        self.at_once([partial(self._copy, posixpath.join(path, name), posixpath.join(to, name)) for name in names])
-        self.delete([posixpath.join(path, name) for name in names])
+        files = [(posixpath.join(path, name), posixpath.join(to, name), entry) for name, entry in walk(self, path)]
+        self.at_once([partial(self.call, old, self.copy, self.key(old), self.key(new), e) for old, new, e in files])
+        self.delete([old for old, _, _ in files])
 
-    def _copy(self, path: str, to: str) -> None:
-        self.call(path, self.fs.cp_file, self.key(path), self.key(to))
+    def copy(self, key: str, to: str, entry: Entry) -> None:
+        """Copy a file within the storage.
+
+        Args:
+            key: Key of the file.
+            to: Key of the copy.
+            entry: Entry of the file.
+        """
+        self.fs.cp_file(key, to)
 
     def remove_tree(self, path: str, *, unless_pinned: bool = False) -> None:
         """Remove all files below a directory; write the in-progress marker first and delete it last.

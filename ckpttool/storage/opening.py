@@ -100,7 +100,8 @@ def open_remote(url: str, options: Mapping[str, Any]) -> RemoteStorage:
     try:
         cls = fsspec.get_filesystem_class(scheme)
         if scheme in {"s3", "s3a"}:
-            from ckpttool.storage.s3 import S3Storage, single_attempt, with_defaults
+            from ckpttool.storage.s3 import S3Storage
+            from ckpttool.storage.s3_client import single_attempt, with_defaults
 
             kind, given, cls = S3Storage, with_defaults(given), single_attempt(cls)
         from_url = cls._get_kwargs_from_urls(url)

@@ -1,77 +1,37 @@
-"""The storage of S3 and compatible stores.
-
-s3fs makes all requests; large ranges are read through obstore if it is installed (``s3_obstore``).
-"""
+"""The storage of S3 and compatible stores."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import io
-import os
 import secrets
 import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import s3fs
-from fsspec.asyn import sync
-
 from ckpttool.checksums import crc32
 from ckpttool.errors import CkptError
-from ckpttool.storage.base import ExistsError, Writer, check_text, decode_text
-from ckpttool.storage.fsspec import CONNECTIONS, RemoteStorage, entry_of
+from ckpttool.storage.base import Entry, ExistsError, Writer, check_text, decode_text
+from ckpttool.storage.fsspec import RemoteStorage, entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
+from ckpttool.storage.s3_client import client_of, read_content
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-
-    from ckpttool.storage.s3_obstore import ObstoreRanges
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 MAX_PARTS = 10_000
 """Most parts of one upload; a limit of S3."""
 MIN_PART_BYTES = 5 << 20
 """Least bytes of each part but the last; a limit of S3."""
-BULK_BYTES = 1 << 20
-"""Least bytes of a range to read through obstore."""
 UPLOADED_BY = "ckpttool-upload"
 """Metadata key that identifies the upload that has created an object."""
+MAX_COPY_BYTES = 5 << 30
+"""Most bytes of an object to copy with one request; a limit of S3."""
 CONFLICT, PRECONDITION_FAILED = 409, 412
 """HTTP status of refused conditional writes."""
 NO_CONDITIONS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 """Error codes of servers that do not support conditional writes."""
-
-
-def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Add defaults for concurrent ranges and for retries by ckpttool to s3fs's options; given options take precedence.
-
-    Raises:
-        ValueError: An option has the wrong form.
-    """
-    config = {
-        "max_pool_connections": 2 * CONNECTIONS,  # botocore's own default is 10
-        "connect_timeout": 10,
-        "read_timeout": 20,
-        "retries": {"total_max_attempts": 1},  # retry.call retries all kinds of errors
-        **dict(options.get("config_kwargs", {})),
-    }
-    return {**options, "config_kwargs": config}
-
-
-class SingleAttemptFileSystem(s3fs.S3FileSystem):  # type: ignore[misc]
-    """s3fs without retries of its own: ``retry.call`` retries.
-
-    A class of its own has a cache of instances of its own: the user's instances with the same options keep their
-    retries. Source: s3fs 2026, core.py (``S3FileSystem.retries``).
-    """
-
-    retries = 1
-
-
-def single_attempt(kind: type[Any]) -> type[Any]:
-    """Return the class to use in the place of a file system class of S3."""
-    return SingleAttemptFileSystem if kind is s3fs.S3FileSystem else kind
 
 
 class S3Storage(RemoteStorage):
@@ -86,19 +46,46 @@ class S3Storage(RemoteStorage):
 
     def __init__(self, fs: Any) -> None:
         super().__init__(fs)
-        self._ranges: dict[str, ObstoreRanges | None] = {}
+        self.client = client_of(fs)
 
     def look(self, key: str) -> list[dict[str, Any]]:
         """Return s3fs's infos of a directory's entries, or of the object at that key.
 
         Not ``fs.ls``: for a missing key s3fs lists the parent directory, which may contain very many objects.
         """
-        if "/" not in key:
-            return super().look(key)
-        found = self._below(key) or self._object(key)
-        if not found:
+        if not key:
+            return super().look(key)  # all buckets
+        found = self._below(key)
+        if found or "/" not in key:
+            return found
+        if not (found := self._object(key)):
             raise FileNotFoundError(key)
         return found
+
+    def find(self, key: str) -> list[dict[str, Any]]:
+        """Return s3fs's infos of all objects below a directory."""
+        return [info for page in self._list(f"{key}/") for info in page]
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return s3fs's info of an object or a directory.
+
+        HEAD, because the credentials may have no right to list.
+        """
+        bucket, _, name = key.partition("/")
+        if not name:
+            return super().info(key)
+        try:
+            head = self.client.request("head_object", Bucket=bucket, Key=name)
+        except FileNotFoundError:
+            if not self._below(key.rstrip("/")):
+                raise
+            return {"name": key, "size": 0, "type": "directory"}
+        return {**head, "name": key, "size": head["ContentLength"], "type": "file"}
+
+    def remove(self, key: str) -> None:
+        """Delete an object."""
+        bucket, _, name = key.partition("/")
+        self.client.request("delete_object", Bucket=bucket, Key=name)
 
     def is_dir(self, path: str) -> bool:
         """Return whether there is any object below the path; one request."""
@@ -135,7 +122,7 @@ class S3Storage(RemoteStorage):
         bucket, _, prefix = prefix.partition("/")
         after: dict[str, str] = {}
         while True:
-            page = self.fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **how, **after)
+            page = self.client.request("list_objects_v2", Bucket=bucket, Prefix=prefix, **how, **after)
             yield [
                 *(
                     {"name": f"{bucket}/{p['Prefix'][:-1]}", "size": 0, "type": "directory"}
@@ -150,6 +137,15 @@ class S3Storage(RemoteStorage):
                 return
             after = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def copy(self, key: str, to: str, entry: Entry) -> None:
+        """Copy an object."""
+        if entry.nbytes > MAX_COPY_BYTES:
+            super().copy(key, to, entry)
+            return
+        bucket, _, name = to.partition("/")
+        old_bucket, _, old = key.partition("/")
+        self.client.request("copy_object", Bucket=bucket, Key=name, CopySource={"Bucket": old_bucket, "Key": old})
+
     def read_text(self, path: str) -> str:
         """Return the content of a small text file; one request if no cached listing covers it.
 
@@ -162,54 +158,30 @@ class S3Storage(RemoteStorage):
 
     def _read_small(self, path: str) -> bytes:
         bucket, key = self._names(path)
-        return self._content(bucket, key, lambda nbytes: check_text(path, nbytes))
+        return bytes(read_content(self.client, lambda nbytes: check_text(path, nbytes), Bucket=bucket, Key=key))
 
-    def _content(self, bucket: str, key: str, check: Callable[[int], object], **given: str) -> bytes:
-        """Return the content of an object, after a check of its number of bytes."""
-        answer = self.fs.call_s3("get_object", Bucket=bucket, Key=key, **given)
-        try:
-            check(answer["ContentLength"])
-            return bytes(sync(self.fs.loop, answer["Body"].read))
-        finally:
-            answer["Body"].close()
-
-    def get(self, path: str, start: int, end: int, version: str) -> bytes | memoryview:
+    def get(self, path: str, start: int, end: int, version: str) -> memoryview:
         """Return the bytes [start, end) of one version of an object; one request.
 
         The request has the ETag of the listing, so that the store refuses it if the object was rewritten.
         """
         bucket, key = self._names(path)
-        condition = {"IfMatch": f'"{version}"'} if version else {}
-        if end - start >= BULK_BYTES and (ranges := self._ranges_of(bucket)) is not None:
-            data = ranges.get(key, start, end, version)
-            if data is not None:
-                return data
+        given = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{end - 1}"}
+        if version:
+            given["IfMatch"] = f'"{version}"'
 
-        def check(
-            nbytes: int,
-        ) -> None:  # a server without ranges would send the whole file, which may exceed the memory
+        def check(nbytes: int) -> None:  # a server without ranges would send the whole file, too large for memory
             if nbytes != end - start:
                 raise ShortReadError(f"{nbytes:,} bytes instead of {end - start:,}")
 
-        return self._content(bucket, key, check, Range=f"bytes={start}-{end - 1}", **condition)
-
-    def _ranges_of(self, bucket: str) -> ObstoreRanges | None:
-        with self._lock:
-            if bucket not in self._ranges:
-                from ckpttool.storage.s3_obstore import ObstoreRanges
-
-                self._ranges[bucket] = None
-                # After any failure here s3fs reads the ranges, or reports the error.
-                with contextlib.suppress(Exception):
-                    self._ranges[bucket] = ObstoreRanges(self.fs, bucket)
-            return self._ranges[bucket]
+        return read_content(self.client, check, **given)
 
     def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
         """Return the checksum parameters of a part; empty if the store gets none.
 
         botocore would compute the same checksum a few times slower. Some stores do not support checksums.
         """
-        if getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_supported":
+        if not self.client.sends_checksums():
             return {}
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
@@ -230,7 +202,7 @@ class S3Storage(RemoteStorage):
         """
         bucket, name = self._names(path)
         data, kind = b"".join(parts), _content_type(name)
-        self.call(path, lambda: self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **kind))
+        self.call(path, self.client.request, "put_object", Bucket=bucket, Key=name, Body=data, **kind)
         self.forget()
 
     def put_new(self, path: str, *parts: bytes | memoryview, over: str | None = None, mode: int = 0o666) -> bool:
@@ -250,7 +222,7 @@ class S3Storage(RemoteStorage):
 
         def write() -> bool:
             try:
-                self.fs.call_s3("put_object", Bucket=bucket, Key=name, Body=io.BytesIO(data), **given)
+                self.client.request("put_object", Bucket=bucket, Key=name, Body=data, **given)
             except FileNotFoundError:
                 if over is None:
                     raise  # the bucket does not exist
@@ -307,7 +279,7 @@ class S3Storage(RemoteStorage):
 
     def _abort(self, bucket: str, name: str, number: str) -> bool:
         try:
-            self.fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=number)
+            self.client.request("abort_multipart_upload", Bucket=bucket, Key=name, UploadId=number)
         except FileNotFoundError as error:
             found = explain(name, error)
             if found is not None and found.problem == NO_BUCKET:
@@ -323,7 +295,7 @@ class S3Storage(RemoteStorage):
     def _pages(self, path: str, method: str, markers: tuple[str, ...], **given: Any) -> Iterator[dict[str, Any]]:
         after: dict[str, Any] = {}
         while True:
-            page = self.call(path, self.fs.call_s3, method, **given, **after)
+            page = self.call(path, self.client.request, method, **given, **after)
             yield page
             if not page.get("IsTruncated"):
                 return
@@ -339,52 +311,11 @@ def _content_type(name: str) -> dict[str, str]:
     return {"ContentType": "text/html; charset=utf-8"} if name.endswith((".html", ".htm")) else {}
 
 
-SENT_BYTES = 1 << 16
-"""Bytes that are passed to the connection at once."""
-
-
 def answer_of(error: BaseException) -> tuple[int, str]:
     """Return HTTP status and error code of the answer that caused an error; 0 and "" without an answer."""
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return int(status), str(response.get("Error", {}).get("Code", ""))
-
-
-class _PartBody:
-    """The body of a request: a stream over a buffer, which it does not copy as ``io.BytesIO`` does.
-
-    A stream, because the event loop would send bytes in one call and block meanwhile.
-    """
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._data = memoryview(data)
-        self._at = 0
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def read(self, nbytes: int | None = None) -> bytes:
-        """Return the next bytes, at most ``nbytes``; botocore signs these bytes."""
-        end = len(self._data) if nbytes is None or nbytes < 0 else self._at + nbytes
-        found = bytes(self._data[self._at : end])
-        self._at += len(found)
-        return found
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position."""
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
-        return self._at
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        """Yield what aiohttp sends."""
-        while self._at < len(self._data):
-            chunk = self._data[self._at : self._at + SENT_BYTES]
-            self._at += len(chunk)
-            yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,8 +341,8 @@ class S3Parts:
 
     def _send(self, number: int, data: bytes | memoryview) -> str:
         sums = self.storage.checksum_of(data)
-        body = _PartBody(data)
-        answer = self.storage.fs.call_s3("upload_part", PartNumber=number, Body=body, **sums, **self.where)
+        given = {"PartNumber": number, "Body": data, **sums, **self.where}
+        answer = self.storage.client.request("upload_part", **given)
         return str(answer["ETag"])
 
 
@@ -463,7 +394,7 @@ class S3Writer(Writer):
     def _begin(self) -> str:
         self._attempts += 1
         metadata = {"Metadata": {UPLOADED_BY: self._token}} if self._new else {}
-        return str(self._storage.fs.call_s3("create_multipart_upload", **metadata, **self._where)["UploadId"])
+        return str(self._storage.client.request("create_multipart_upload", **metadata, **self._where)["UploadId"])
 
     def has(self, start: int, nbytes: int) -> bool:
         """Return whether the part that begins at byte ``start`` is stored."""
@@ -505,7 +436,9 @@ class S3Writer(Writer):
 
         Source: Amazon S3, CompleteMultipartUpload (``If-None-Match``).
         """
-        complete = partial(self._storage.fs.call_s3, "complete_multipart_upload", MultipartUpload=parts, **self._where)
+        complete = partial(
+            self._storage.client.request, "complete_multipart_upload", MultipartUpload=parts, **self._where
+        )
         try:
             if self._new:
                 self._complete_new(complete)
@@ -535,15 +468,14 @@ class S3Writer(Writer):
 
     def _is_complete(self) -> bool:
         """Return whether this upload has created the object; without ``new`` only its size is compared."""
-        fs = self._storage.fs
+        where = {name: self._where[name] for name in ("Bucket", "Key")}
         try:
-            if self._new:
-                head = fs.call_s3("head_object", Bucket=self._where["Bucket"], Key=self._where["Key"])
-                return bool(head.get("Metadata", {}).get(UPLOADED_BY) == self._token)
-            found = fs.info(self._storage.key(self.path))
+            head = self._storage.client.request("head_object", **where)
         except FileNotFoundError:
             return False
-        return bool(found["size"] == sum(size for _, size in self._parts.values()))
+        if self._new:
+            return bool(head.get("Metadata", {}).get(UPLOADED_BY) == self._token)
+        return bool(head["ContentLength"] == sum(size for _, size in self._parts.values()))
 
     def discard(self) -> None:
         """Abort the upload; delete the object if this upload has completed it."""

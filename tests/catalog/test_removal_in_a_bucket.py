@@ -9,7 +9,7 @@ import pytest
 import ckpttool as api
 from ckpttool.errors import PruneError, StorageError
 from ckpttool.storage import MARK
-from ckpttool.storage.s3 import SingleAttemptFileSystem
+from ckpttool.storage.s3_client import SingleAttemptFileSystem
 from tests.cli.command import ckpttool
 from tests.faults.s3_faults import ACCESS_DENIED
 from tests.faults.s3_proxy import Proxy

@@ -134,7 +134,7 @@ def needs_bucket(page: Path) -> bool:
 @contextlib.contextmanager
 def bucket(endpoint: str) -> Iterator[None]:
     """An S3 server with the bucket that the pages use, found by the environment."""
-    from ckpttool.storage.s3 import SingleAttemptFileSystem
+    from ckpttool.storage.s3_client import SingleAttemptFileSystem
 
     server.client(endpoint).create_bucket(Bucket=BUCKET.removeprefix("s3://"))
     added = {**server.ENVIRONMENT, "AWS_ENDPOINT_URL": endpoint}

@@ -58,7 +58,7 @@ def small_parts() -> Iterator[tuple[str, Any]]:
 @pytest.fixture
 def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[server.Bucket]:
     """A new bucket on a server that takes small parts."""
-    from ckpttool.storage import retry, s3
+    from ckpttool.storage import retry, s3, s3_client
 
     for name, value in server.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
@@ -66,7 +66,7 @@ def bucket(small_parts: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     monkeypatch.setattr(s3, "MIN_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0)
-    s3.SingleAttemptFileSystem.clear_instance_cache()
+    s3_client.SingleAttemptFileSystem.clear_instance_cache()
     bucket = server.Bucket(endpoint, f"bucket-{uuid.uuid4().hex[:12]}", client)
     client.create_bucket(Bucket=bucket.name)
     yield bucket

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import fsspec
 import pytest
@@ -20,6 +20,7 @@ from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.retry import ATTEMPTS
 from ckpttool.storage.s3 import S3Storage
+from ckpttool.storage.s3_client import client_of
 from tests import sampling
 from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Answer, Cut
@@ -49,10 +50,18 @@ class Requests:
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine = machine
         self.rank = rank
-        self._fs = self._watched()
+        self._fs = fsspec.filesystem(
+            "s3", skip_instance_cache=True, use_listings_cache=False,
+            config_kwargs={"retries": {"total_max_attempts": 1}},
+        )  # fmt: skip
+        self._client = client_of(self._fs)
+        self._ask = self._client.request
 
     def storage(self) -> S3Storage:
-        return S3Storage(self._fs)
+        storage = S3Storage(self._fs)
+        storage.client = self._client
+        self._client.request = self._request  # type: ignore[method-assign]
+        return storage
 
     def _begin(self, name: str) -> Kill | None:
         """Count a request; return the death of the rank at it."""
@@ -61,29 +70,18 @@ class Requests:
         rule = self.machine.begin(self.rank, name)
         return None if rule is None else rule.action
 
-    def _die(self, death: Kill) -> None:
+    def _die(self, death: Kill) -> NoReturn:
         self.machine.kill(self.rank, everyone=death.everyone)
         raise _DeadError
 
-    def _watched(self) -> Any:
-        fs = fsspec.filesystem(
-            "s3", skip_instance_cache=True, use_listings_cache=False,
-            config_kwargs={"retries": {"total_max_attempts": 1}},
-        )  # fmt: skip
-        asked = fs._call_s3
-
-        async def ask(method: str, *arguments: Any, **options: Any) -> Any:
-            death = self._begin(method)
-            if death is None:
-                return await asked(method, *arguments, **options)
-            if death.where == "after":
-                with contextlib.suppress(Exception):  # the rank dies after an answer of any kind
-                    await asked(method, *arguments, **options)
-            return self._die(death)
-
-        fs._call_s3 = ask
-        fs.call_s3 = lambda *arguments, **options: fsspec.asyn.sync(fs.loop, ask, *arguments, **options)
-        return fs
+    def _request(self, operation: str, **given: Any) -> dict[str, Any]:
+        death = self._begin(operation)
+        if death is None:
+            return self._ask(operation, **given)
+        if death.where == "after":
+            with contextlib.suppress(Exception):  # the rank dies after an answer of any kind
+                self._ask(operation, **given)
+        return self._die(death)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import botocore.exceptions
 import pytest
-import s3fs
 
 from ckpttool.commit import marks
 from ckpttool.errors import CkptError
@@ -16,7 +15,7 @@ from ckpttool.saving.files import write_files
 from ckpttool.storage import MANIFEST, is_url, local_writer, open_storage, system_calls, walk
 from ckpttool.storage import s3 as s3_module
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.s3 import SingleAttemptFileSystem
+from ckpttool.storage.s3_client import BlockingClient, SingleAttemptFileSystem
 from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 
@@ -50,15 +49,15 @@ def root(
 
 def _know_no_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server that refuses conditional writes."""
-    call = s3fs.S3FileSystem.call_s3
+    request = BlockingClient.request
 
-    def refusing(self: Any, method: str, *given: Any, **how: Any) -> Any:
+    def refusing(self: Any, method: str, **how: Any) -> Any:
         if {"IfNoneMatch", "IfMatch"} & how.keys() and method != "get_object":
             answer = {"Error": {"Code": "NotImplemented"}, "ResponseMetadata": {"HTTPStatusCode": 501}}
             raise OSError("not implemented") from botocore.exceptions.ClientError(answer, method)
-        return call(self, method, *given, **how)
+        return request(self, method, **how)
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", refusing)
+    monkeypatch.setattr(BlockingClient, "request", refusing)
 
 
 @pytest.fixture

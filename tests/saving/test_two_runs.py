@@ -16,7 +16,7 @@ from ckpttool.saving import claim
 from ckpttool.saving.coordination import Alone
 from ckpttool.saving.files import write_files
 from ckpttool.storage import LOCAL, MARK, open_storage
-from ckpttool.storage.s3 import SingleAttemptFileSystem
+from ckpttool.storage.s3_client import SingleAttemptFileSystem
 from tests.saving.checkpoints import Intercepted, chosen, save_version, version
 from tests.storage import server
 from tests.wording import refused

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.storage import retry
+from ckpttool.storage.s3_client import EventLoopClient
 from tests.faults.s3_proxy import Proxy
 from tests.storage import places, server
 
@@ -22,10 +23,11 @@ def proxy(s3: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]
         yield proxy
 
 
-@pytest.fixture(params=["s3fs", "obstore"])
-def read_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Client of ranged reads: s3fs only, or obstore, also for small ranges."""
-    monkeypatch.setattr("ckpttool.storage.s3.BULK_BYTES", 1 << 60 if request.param == "s3fs" else 1)
+@pytest.fixture(params=["blocking", "event loop"])
+def s3_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Client of S3: botocore's, or that of s3fs."""
+    if request.param == "event loop":
+        monkeypatch.setattr("ckpttool.storage.s3.client_of", EventLoopClient)
     return str(request.param)
 
 

@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage, retry, without_secrets
 from ckpttool.storage.fsspec import RemoteStorage
-from ckpttool.storage.s3 import SingleAttemptFileSystem
+from ckpttool.storage.s3_client import SingleAttemptFileSystem
 from tests import sampling
 from tests.cli.command import EXTENSIONS_READING, ckpttool_process
 from tests.cli.command import ckpttool as command
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 NAME = "zero3-dp4-bf16"
 OPTIONS = {"config_kwargs": {"read_timeout": 0.7}}
 SHORT = ("--storage-option", "config_kwargs.read_timeout=1")
-pytestmark = pytest.mark.usefixtures("read_client")
-either_client = pytest.mark.parametrize("read_client", sampling.some(["s3fs", "obstore"], 1), indirect=True)
+pytestmark = pytest.mark.usefixtures("s3_client")
+either_client = pytest.mark.parametrize("s3_client", sampling.some(["blocking", "event loop"], 1), indirect=True)
 """For tests of what both clients have in common."""
 PAYLOADS = "optim_states"
 """The files that weights are read from."""
@@ -234,9 +234,7 @@ def test_a_read_that_hangs_is_made_again(fault: Hang, run: str, proxy: Proxy) ->
     assert rule.fired >= 4
 
 
-def test_a_server_that_knows_no_ranges_is_not_read_whole(
-    run: str, read_client: str, s3: Bucket, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_a_server_that_knows_no_ranges_is_not_read_whole(run: str, s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     from tests.storage.large import write_weights
 
     rule = proxy.add(Unranged(), "get_object", each=True)
@@ -248,7 +246,7 @@ def test_a_server_that_knows_no_ranges_is_not_read_whole(
     assert "large/model.safetensors: the store failed 7 times, last with 22,4" in error
     assert "bytes instead of " in error
     assert rule.fired == 0 or proxy.requests("get_object")
-    assert len(proxy.requests("get_object")) == retry.ATTEMPTS + (read_client == "obstore")  # which is then given up
+    assert len(proxy.requests("get_object")) == retry.ATTEMPTS
     whole = s3.sizes("large/")["large/model.safetensors"]
     assert all(r.sent < whole for r in proxy.requests("get_object"))
 
@@ -300,7 +298,7 @@ def _assert_no_secret(text: str) -> None:
 )
 @pytest.mark.parametrize("operation", sampling.some(["list_objects_v2", "get_object"], 1))
 def test_a_permanent_failure_is_reported_at_once(
-    operation: str, fault: faults.Answer, problem: str, run: str, read_client: str, proxy: Proxy,
+    operation: str, fault: faults.Answer, problem: str, run: str, proxy: Proxy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     for name, value in SECRETS.items():
@@ -311,8 +309,7 @@ def test_a_permanent_failure_is_reported_at_once(
     assert run in error
     _assert_no_secret(error)
     asked = collections.Counter((r.target, r.range) for r in proxy.requests(operation))
-    # None was made twice, but for s3fs to say what obstore does not know.
-    assert max(asked.values()) <= 1 + (read_client == "obstore")
+    assert max(asked.values()) == 1
 
 
 @either_client

@@ -781,7 +781,7 @@ def _piped(self: Any, path: str, value: bytes, **_: Any) -> None:
 
 MEASURED = """
 import resource, sys
-import ckpttool, ckpttool.storage.s3, s3fs, aiobotocore.session
+import ckpttool, ckpttool.storage.s3
 from ckpttool.execution.copy import PartAssembler
 from ckpttool.execution.output_bucket import BucketOutput
 def peak():

@@ -28,13 +28,13 @@ TOOLS += ["pytest-xdist", "rich", "safetensors"]
 # Exact versions of boto3 and its like, because pip would try hundreds of pairs.
 LOWEST = {
     "s3": [
-        "s3fs==2024.6.0", "fsspec==2024.6.0", "obstore==0.11.0", "aiobotocore==2.26.0", "boto3==1.41.5", "moto[server]"
+        "s3fs==2024.6.0", "fsspec==2024.6.0", "aiobotocore==2.26.0", "boto3==1.41.5", "moto[server]"
     ],
     "azure": ["adlfs==2024.7.0", "fsspec==2024.6.0"],
     "gcs": ["gcsfs==2024.6.0", "fsspec==2024.6.0"],
 }  # fmt: skip
 """The lowest clients that pyproject.toml allows."""
-NEWEST = {"s3": ["s3fs>=2026", "obstore", "moto[server]"], "azure": ["adlfs>=2026"], "gcs": ["gcsfs>=2026"]}
+NEWEST = {"s3": ["s3fs>=2026", "moto[server]"], "azure": ["adlfs>=2026"], "gcs": ["gcsfs>=2026"]}
 URLS = {"azure": "az://ckpttool/tests", "gcs": "gs://ckpttool/tests"}
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

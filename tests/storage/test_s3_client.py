@@ -1,19 +1,19 @@
-"""Large ranges through obstore: its requests, its credentials, and the fallback to s3fs."""
+"""The blocking client of S3: its options, its credentials, and what is left to s3fs."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import s3fs
 
 import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
-from ckpttool.storage.s3 import BULK_BYTES
-from ckpttool.storage.s3_obstore import ObstoreRanges
-from tests.faults.s3_faults import Answer, Cut
+from ckpttool.storage.s3 import S3Storage
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.wording import refused
@@ -25,17 +25,12 @@ if TYPE_CHECKING:
     from tests.faults.s3_proxy import Proxy
     from tests.storage.server import Bucket
 
-SIZE = 3 * BULK_BYTES
+BLOCK = 1 << 20
+SIZE = 3 * BLOCK
 
 
-def _by_obstore(request: Request) -> bool:
-    return not request.headers["user-agent"].lower().startswith("aiobotocore")
-
-
-def _reads(proxy: Proxy) -> tuple[list[Request], list[Request]]:
-    """Requests for bytes: those of obstore, and those of s3fs."""
-    made = proxy.requests("get_object")
-    return [r for r in made if _by_obstore(r)], [r for r in made if not _by_obstore(r)]
+def _by_s3fs(request: Request) -> bool:
+    return request.headers["user-agent"].lower().startswith("aiobotocore")
 
 
 @pytest.fixture
@@ -47,38 +42,47 @@ def object_url(s3: Bucket) -> str:
 
 def _read(url: str, number: int = 0, **options: Any) -> bytes:
     with open_storage(url, options).open(url) as reader:
-        return reader.read(number * BULK_BYTES, (number + 1) * BULK_BYTES)
+        return reader.read(number * BLOCK, (number + 1) * BLOCK)
 
 
-EXPECTED = bytes(range(256)) * (BULK_BYTES // 256)
+EXPECTED = bytes(range(256)) * (BLOCK // 256)
 
 
-def test_large_ranges_come_through_obstore_and_small_ones_through_s3fs(
-    s3: Bucket, proxy: Proxy, tmp_path: Path
-) -> None:
+def test_a_copy_to_a_bucket_and_back_makes_no_request_with_s3fs(s3: Bucket, proxy: Proxy, tmp_path: Path) -> None:
     weights = write_weights(tmp_path / "weights")
-    s3.upload(weights, "weights")
+    ckpttool.cp(weights, s3.url("weights"))
     ckpttool.cp(s3.url("weights"), tmp_path / "copy")
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == (weights / "model.safetensors").read_bytes()
-    fast, slow = _reads(proxy)
-    total = (weights / "model.safetensors").stat().st_size
-    assert sum(r.sent for r in fast) > 0.8 * total
-    assert all(r.headers["if-match"] for r in fast)
-    assert slow
-    assert all(r.sent < BULK_BYTES for r in slow)
+    assert {"get_object", "upload_part", "put_object", "list_objects_v2"} <= {r.operation for r in proxy.log}
+    assert not any(map(_by_s3fs, proxy.log))
+    assert all(r.headers["if-match"] for r in proxy.requests("get_object") if r.range)
 
 
-def test_without_obstore_s3fs_does_it_all(object_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    assert _read(object_url) == EXPECTED
-    assert not _reads(proxy)[0]
+class _OfTheUser(s3fs.S3FileSystem):  # type: ignore[misc]
+    """A file system that may make other requests than s3fs's."""
+
+
+@pytest.mark.parametrize("of", ["a class", "a session", "a connector"])
+def test_options_that_only_s3fs_knows_are_left_to_it(of: str, object_url: str, proxy: Proxy) -> None:
+    session = {"session": importlib.import_module("aiobotocore.session").AioSession()} if of == "a session" else {}
+    config = {"config_kwargs": {"connector_args": {"keepalive_timeout": 5}}} if of == "a connector" else {}
+    fs = (_OfTheUser if of == "a class" else s3fs.S3FileSystem)(**session, **config, use_listings_cache=False)
+    with S3Storage(fs).open(object_url) as reader:
+        assert reader.read(0, BLOCK) == EXPECTED
+    assert all(map(_by_s3fs, proxy.log))
+    assert proxy.requests("get_object")
+
+
+HEADERS = {"requester_pays": "x-amz-request-payer", "s3_additional_kwargs": "x-amz-request-payer"}
 
 
 @pytest.mark.parametrize("options", server.OF_THEIR_OWN, ids=lambda o: next(iter(o)))
-def test_options_that_change_requests_are_left_to_s3fs(options: dict[str, Any], object_url: str, proxy: Proxy) -> None:
+def test_options_that_change_requests_are_followed(options: dict[str, Any], object_url: str, proxy: Proxy) -> None:
     assert _read(object_url, **options) == EXPECTED
-    assert not _reads(proxy)[0]
-    assert _reads(proxy)[1]
+    asked = proxy.requests("get_object")
+    assert not any(map(_by_s3fs, asked))
+    header = HEADERS.get(next(iter(options)))
+    assert header is None or all(r.headers[header] == "requester" for r in asked)
 
 
 def test_options_that_are_known_are_followed(object_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +90,17 @@ def test_options_that_are_known_are_followed(object_url: str, proxy: Proxy, monk
         monkeypatch.delenv(name)
     options: dict[str, Any] = {"key": "FROMOPTIONS", "secret": "sesame", "client_kwargs": {"region_name": "eu-north-1"}}
     assert _read(object_url, **options) == EXPECTED
-    fast, slow = _reads(proxy)
-    assert not slow
-    assert ["Credential=FROMOPTIONS/" in r.headers["authorization"] for r in fast] == [True]
-    assert "/eu-north-1/s3/" in fast[0].headers["authorization"]
+    assert all("Credential=FROMOPTIONS/" in r.headers["authorization"] for r in proxy.log)
+    assert all("/eu-north-1/s3/" in r.headers["authorization"] for r in proxy.log)
+    assert proxy.requests("get_object")
 
 
 def test_an_empty_key_signs_nothing(s3: Bucket, object_url: str, proxy: Proxy) -> None:
     s3.boto.put_object_acl(Bucket=s3.name, Key="object", ACL="public-read")
     s3.boto.put_bucket_acl(Bucket=s3.name, ACL="public-read")
     assert _read(object_url, anon=True) == EXPECTED
-    fast, slow = _reads(proxy)
-    assert len(fast) == 1
-    assert not slow
-    assert "authorization" not in fast[0].headers
+    assert proxy.requests("get_object")
+    assert not any("authorization" in r.headers for r in proxy.log)
 
 
 def _credentials_that_last(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -131,13 +132,12 @@ def test_credentials_that_expire_are_renewed(
     storage = open_storage(object_url, {})
     with storage.open(object_url) as reader:
         for number in range(2):
-            assert reader.read(number * BULK_BYTES, (number + 1) * BULK_BYTES) == EXPECTED
+            assert reader.read(number * BLOCK, (number + 1) * BLOCK) == EXPECTED
             time.sleep(4.1)
-    fast, slow = _reads(proxy)
-    assert not slow
-    used = [r.headers["authorization"].partition("Credential=")[2].partition("/")[0] for r in fast]
+    asked = proxy.requests("get_object")
+    used = [r.headers["authorization"].partition("Credential=")[2].partition("/")[0] for r in asked]
     assert len(set(used)) == 2
-    assert all(r.headers["x-amz-security-token"] == "open" for r in fast)
+    assert all(r.headers["x-amz-security-token"] == "open" for r in asked)
 
 
 @pytest.mark.parametrize("worked", [False, True], ids=["at first", "later"])
@@ -148,13 +148,13 @@ def test_credentials_that_cannot_be_renewed_are_one_clear_line(
     storage = open_storage(object_url, {})
     with storage.open(object_url) as reader:
         if worked:
-            assert reader.read(0, BULK_BYTES) == EXPECTED
-            assert [len(made) for made in _reads(proxy)] == [1, 0]
+            assert reader.read(0, BLOCK) == EXPECTED
+            assert len(proxy.requests("get_object")) == 1
             time.sleep(4.1)
         program.write_text("raise SystemExit('sesame')")
         retried = storage.retries.count
         with refused(StorageError) as raised:
-            reader.read(BULK_BYTES, 2 * BULK_BYTES)
+            reader.read(BLOCK, 2 * BLOCK)
     assert storage.retries.count == retried
     assert "sesame" not in str(raised.value)
 
@@ -167,40 +167,16 @@ def test_credentials_that_are_renewed_too_late_are_one_clear_line(
         open_storage(object_url, {}).open(object_url)
 
 
-def test_a_store_that_is_refused_to_obstore_is_read_by_s3fs_from_then_on(object_url: str, proxy: Proxy) -> None:
-    """Another region, a certificate, a proxy: s3fs gets there."""
-    rule = proxy.add(Answer(301, "PermanentRedirect", ""), "get_object", "object")
-    with open_storage(object_url, {}).open(object_url) as reader:
-        assert reader.read(0, BULK_BYTES) == EXPECTED
-        assert reader.read(BULK_BYTES, 2 * BULK_BYTES) == EXPECTED
-    fast, slow = _reads(proxy)
-    assert (rule.fired, len(fast), len(slow)) == (1, 1, 2)
-
-
-def test_a_refusal_after_success_is_put_to_s3fs_once(object_url: str, proxy: Proxy) -> None:
-    with open_storage(object_url, {}).open(object_url) as reader:
-        assert reader.read(0, BULK_BYTES) == EXPECTED
-        proxy.add(Answer(403, "AccessDenied", ""), "get_object", "object")
-        assert reader.read(BULK_BYTES, 2 * BULK_BYTES) == EXPECTED
-        assert reader.read(2 * BULK_BYTES, 3 * BULK_BYTES) == EXPECTED
-    fast, slow = _reads(proxy)
-    assert (len(fast), len(slow)) == (3, 1)
-
-
-def test_a_passing_failure_is_retried_through_obstore(object_url: str, proxy: Proxy) -> None:
-    with open_storage(object_url, {}).open(object_url) as reader:
-        assert reader.read(0, BULK_BYTES) == EXPECTED
-        proxy.add(Cut("answer"), "get_object", "object")
-        proxy.add(Answer(503, "SlowDown", ""), "get_object", "object")
-        assert reader.read(BULK_BYTES, 2 * BULK_BYTES) == EXPECTED
-    fast, slow = _reads(proxy)
-    assert (len(fast), len(slow)) == (4, 0)
-
-
-def test_a_process_that_was_forked_asks_s3fs(object_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore's threads are not there: it would wait for them for ever."""
+def test_a_forked_process_makes_connections_of_its_own(object_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage: Any = open_storage(object_url, {})
-    ranges = ObstoreRanges(storage.fs, object_url.split("/")[2])
-    assert bytes(ranges.get("object", 0, 5, "") or b"") == EXPECTED[:5]
+    assert bytes(storage.get(object_url, 0, 5, "")) == EXPECTED[:5]
+    made = storage.client._client()[0]
+    assert storage.client._client()[0] is made
     monkeypatch.setattr("os.getpid", lambda: -1)
-    assert ranges.get("object", 0, 5, "") is None
+    assert storage.client._client()[0] is not made
+    assert bytes(storage.get(object_url, 0, 5, "")) == EXPECTED[:5]
+
+
+def test_two_values_of_one_option_are_refused(object_url: str) -> None:
+    with refused(StorageError):
+        _read(object_url, key="FROMOPTIONS", client_kwargs={"aws_access_key_id": "ANOTHER"})
