@@ -144,6 +144,8 @@ ALSO = [
     Draw("torch Unusual", 0, "fp32", "", 1, 0.0, "OneCycle", "plain", "adapter", 3, "", (1, 2)),
     Draw("torch Adagrad", 1, "fp32", "optimizer", 1, 1.0, "StepLR", "plain", "one", 1, "elastic_checkpoint", (1, 1)),
     Draw("deepspeed Muon", 1, "bf16", "", 1, 0.0, "", "plain", "one", 2),
+    Draw("deepspeed Muon", 0, "fp32", "", 1, 1.0, "", "plain", "two", 2, "", (2, 1)),
+    Draw("deepspeed Muon", 0, "bf16", "", 2, 0.0, "", "plain", "two", 1, "", (3, 2)),
     Draw("torch AdamW", 0, "fp32", "", 1, 0.0, "", "experts", "one", 2),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
@@ -784,7 +786,7 @@ def _kernels_in_python() -> None:
 
 
 DRAWN = draws(2400 if thorough() else 8)
-CHOSEN = [*ALSO, *DRAWN]
+CHOSEN = [*{draw.id: draw for draw in (*ALSO, *DRAWN)}.values()]
 REFUSED = (
     r"holds states that cannot be re-partitioned",  # Adafactor's rows and columns, for example
     r"holds .*, but the engine's optimizer keeps",  # the engine's differs, such as torch's Adagrad without offload

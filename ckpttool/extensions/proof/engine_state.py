@@ -264,7 +264,7 @@ class _Reader:
                 if id(parameter) in self._names:
                     name = self._names[id(parameter)]
                     self._states(inner.state.get(parameter, {}), parameter, [(name, 0, parameter.numel(), 0)], name)
-            self._count_by_groups(inner)
+            self._count_by_groups(inner, self._names)
             return
         flats = list(self._flats())
         for flat, parts in flats if self.live.partitions_states else ():
@@ -278,15 +278,21 @@ class _Reader:
             for name, start, numel, first in parts:
                 self._partition(WEIGHTS, name, flat.detach().reshape(-1)[start : start + numel], first)
             self._states(inner.state.get(flat, {}), flat, parts, f"partition {number}")
+        if not self.live.partitions_states:
+            self._count_by_groups(inner, {id(flat): parts[0][0] for flat, parts in flats if len(parts) == 1})
 
-    def _count_by_groups(self, optimizer: Any) -> None:
+    def _count_by_groups(self, optimizer: Any, names: Mapping[int, str]) -> None:
         """Give each parameter the largest step of a group that has one: FusedAdam counts in the last parameter.
+
+        Args:
+            optimizer: The optimizer.
+            names: Names of the parameters by the identities of the tensors in its groups.
 
         Source: DeepSpeed 0.19.8, ops/adam/fused_adam.py and ops/lion/fused_lion.py (``step``).
         """
         steps = self.numbers.get(STEP, {})
         for group in optimizer.param_groups:
-            own = [name for p in group["params"] if (name := self._names.get(id(p))) in steps]
+            own = [name for p in group["params"] if (name := names.get(id(p))) in steps]
             if STEP in group and own:
                 steps.update(dict.fromkeys(own, max(steps[name] for name in own)))
 

@@ -10,7 +10,7 @@ import math
 import posixpath
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.containers.values import TensorRef
@@ -353,13 +353,26 @@ def _match(
     """Return the parameter names of every group; None if the shapes are ambiguous."""
     result: list[list[str]] = [[] for _ in groups]
     for moe, pool in ((False, candidates), (True, experts)):
-        own = [g for g, group in enumerate(groups) if bool(group.get("moe")) == moe]
-        found = match_names({name: s.shape for name, s in pool.items()}, [shapes[g] for g in own])
+        own = [
+            (g, run)
+            for g, group in enumerate(groups)
+            if bool(group.get("moe")) == moe
+            for run in (_runs(shapes[g]) if group.get("use_muon") else [shapes[g]])
+        ]
+        found = match_names({name: s.shape for name, s in pool.items()}, [run for _, run in own])
         if found is None:
             return None
-        for g, names in zip(own, found, strict=True):
-            result[g] = names
+        for (g, _), names in zip(own, found, strict=True):
+            result[g] += names
     return result
+
+
+def _runs(shapes: Sequence[tuple[int, ...] | None]) -> list[list[tuple[int, ...] | None]]:
+    """Split the shapes of a group of Muon into runs of equal ones: only such parameters are in the order of the module.
+
+    Source: DeepSpeed 0.19, runtime/zero/muon/original_muon.py (``MuonWithAuxAdam``), which sorts each group by size.
+    """
+    return [[*run] for _, run in groupby(shapes)]
 
 
 def _shapes(
