@@ -15,7 +15,7 @@ from ckpttool.errors import CkptError
 from ckpttool.storage.base import Entry, ExistsError, Writer, check_text, decode_text
 from ckpttool.storage.fsspec import RemoteStorage, entry_of
 from ckpttool.storage.retry import NO_BUCKET, ShortReadError, explain
-from ckpttool.storage.s3_client import client_of, read_content
+from ckpttool.storage.s3_client import client_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -158,7 +158,7 @@ class S3Storage(RemoteStorage):
 
     def _read_small(self, path: str) -> bytes:
         bucket, key = self._names(path)
-        return bytes(read_content(self.client, lambda nbytes: check_text(path, nbytes), Bucket=bucket, Key=key))
+        return bytes(self.client.read(lambda nbytes: check_text(path, nbytes), Bucket=bucket, Key=key))
 
     def get(self, path: str, start: int, end: int, version: str) -> memoryview:
         """Return the bytes [start, end) of one version of an object; one request.
@@ -174,7 +174,7 @@ class S3Storage(RemoteStorage):
             if nbytes != end - start:
                 raise ShortReadError(f"{nbytes:,} bytes instead of {end - start:,}")
 
-        return read_content(self.client, check, **given)
+        return self.client.read(check, **given)
 
     def checksum_of(self, data: bytes | memoryview) -> dict[str, str]:
         """Return the checksum parameters of a part; empty if the store gets none.

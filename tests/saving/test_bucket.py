@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import fsspec
 import pytest
 
 import ckpttool
@@ -20,7 +19,7 @@ from ckpttool.storage.fsspec import RemoteStorage
 from ckpttool.storage.opening import open_remote
 from ckpttool.storage.retry import ATTEMPTS
 from ckpttool.storage.s3 import S3Storage
-from ckpttool.storage.s3_client import client_of
+from ckpttool.storage.s3_client import BlockingClient, SingleAttemptFileSystem
 from tests import sampling
 from tests.faults.disks import Fault, Killed, Machine
 from tests.faults.s3_faults import ACCESS_DENIED, INTERNAL_ERROR, SLOW_DOWN, Answer, Cut
@@ -50,17 +49,16 @@ class Requests:
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine = machine
         self.rank = rank
-        self._fs = fsspec.filesystem(
-            "s3", skip_instance_cache=True, use_listings_cache=False,
-            config_kwargs={"retries": {"total_max_attempts": 1}},
-        )  # fmt: skip
-        self._client = client_of(self._fs)
-        self._ask = self._client.request
+        self._fs = SingleAttemptFileSystem(
+            skip_instance_cache=True, use_listings_cache=False, config_kwargs={"retries": {"total_max_attempts": 1}}
+        )
+        self._client = BlockingClient(self._fs)
+        self._ask = self._client._ask
+        self._client._ask = self._asked  # type: ignore[method-assign]
 
     def storage(self) -> S3Storage:
         storage = S3Storage(self._fs)
         storage.client = self._client
-        self._client.request = self._request  # type: ignore[method-assign]
         return storage
 
     def _begin(self, name: str) -> Kill | None:
@@ -74,13 +72,13 @@ class Requests:
         self.machine.kill(self.rank, everyone=death.everyone)
         raise _DeadError
 
-    def _request(self, operation: str, **given: Any) -> dict[str, Any]:
+    def _asked(self, connected: Any, operation: str, given: dict[str, Any]) -> dict[str, Any]:
         death = self._begin(operation)
         if death is None:
-            return self._ask(operation, **given)
+            return self._ask(connected, operation, given)
         if death.where == "after":
             with contextlib.suppress(Exception):  # the rank dies after an answer of any kind
-                self._ask(operation, **given)
+                self._ask(connected, operation, given)
         return self._die(death)
 
 

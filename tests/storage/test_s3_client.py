@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +15,8 @@ import ckpttool
 from ckpttool.errors import StorageError
 from ckpttool.storage import open_storage
 from ckpttool.storage.s3 import S3Storage
+from ckpttool.storage.s3_client import SingleAttemptFileSystem
+from tests.faults.s3_faults import Latency
 from tests.storage import server
 from tests.storage.large import write_weights
 from tests.wording import refused
@@ -66,7 +69,7 @@ class _OfTheUser(s3fs.S3FileSystem):  # type: ignore[misc]
 def test_options_that_only_s3fs_knows_are_left_to_it(of: str, object_url: str, proxy: Proxy) -> None:
     session = {"session": importlib.import_module("aiobotocore.session").AioSession()} if of == "a session" else {}
     config = {"config_kwargs": {"connector_args": {"keepalive_timeout": 5}}} if of == "a connector" else {}
-    fs = (_OfTheUser if of == "a class" else s3fs.S3FileSystem)(**session, **config, use_listings_cache=False)
+    fs = (_OfTheUser if of == "a class" else SingleAttemptFileSystem)(**session, **config, use_listings_cache=False)
     with S3Storage(fs).open(object_url) as reader:
         assert reader.read(0, BLOCK) == EXPECTED
     assert all(map(_by_s3fs, proxy.log))
@@ -170,13 +173,39 @@ def test_credentials_that_are_renewed_too_late_are_one_clear_line(
 def test_a_forked_process_makes_connections_of_its_own(object_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage: Any = open_storage(object_url, {})
     assert bytes(storage.get(object_url, 0, 5, "")) == EXPECTED[:5]
-    made = storage.client._client()[0]
-    assert storage.client._client()[0] is made
+    made = storage.client._connected().client
+    assert storage.client._connected().client is made
     monkeypatch.setattr("os.getpid", lambda: -1)
-    assert storage.client._client()[0] is not made
+    assert storage.client._connected().client is not made
     assert bytes(storage.get(object_url, 0, 5, "")) == EXPECTED[:5]
 
 
 def test_two_values_of_one_option_are_refused(object_url: str) -> None:
     with refused(StorageError):
         _read(object_url, key="FROMOPTIONS", client_kwargs={"aws_access_key_id": "ANOTHER"})
+
+
+def test_storages_with_the_same_options_share_one_client(object_url: str) -> None:
+    first, second = (open_storage(object_url, {"default_block_size": 5 << 20}) for _ in range(2))
+    assert first.client is second.client  # type: ignore[attr-defined]
+    other: Any = open_storage(object_url, {"default_block_size": 6 << 20})
+    assert other.client is not first.client  # type: ignore[attr-defined]
+
+
+def test_no_more_connections_are_made_than_allowed(object_url: str, proxy: Proxy) -> None:
+    storage: Any = open_storage(object_url, {"config_kwargs": {"max_pool_connections": 2}})
+    proxy.add(Latency(0.05), "get_object", times=None)
+    storage.at_once([partial(storage.get, object_url, start, start + 5, "") for start in range(12)])
+    asked = proxy.requests("get_object")
+    assert len(asked) == 12
+    # All of 12 without a limit; the proxy may record an end after the next start.
+    assert max(sum(o.started <= r.started < (o.ended or r.started) for o in asked) for r in asked) <= 4
+
+
+def test_a_timeout_of_0_is_none(object_url: str) -> None:
+    assert _read(object_url, config_kwargs={"read_timeout": 0, "connect_timeout": 0}) == EXPECTED
+
+
+def test_an_option_of_none_is_left_out(object_url: str, proxy: Proxy) -> None:
+    assert _read(object_url, s3_additional_kwargs={"RequestPayer": None}) == EXPECTED
+    assert not any("x-amz-request-payer" in r.headers for r in proxy.log)
