@@ -109,9 +109,9 @@ def client_of(fs: Any) -> BlockingClient | EventLoopClient:
     Args:
         fs: An instance of s3fs's class, or of a class derived from it.
     """
-    known = type(fs) is SingleAttemptFileSystem and fs.session is None
+    own = type(fs) is not SingleAttemptFileSystem or fs.storage_options.get("session") is not None
     unknown = {"connector_args", "http_session_cls", "warm_up_loader_caches"} & set(fs.config_kwargs)
-    return fs.blocking if known and not unknown else EventLoopClient(fs)
+    return EventLoopClient(fs) if own or unknown else fs.blocking
 
 
 class _Connected(NamedTuple):
