@@ -204,6 +204,8 @@ class OpenFile(Writer):
         """Descriptor for reading and writing; -1 when closed."""
         self._shares = shares
         self._asks_kernel = True
+        self._one_at_a_time = threading.Lock()
+        """Held for writes: the kernel lets one thread write to a file, and the others wait for it on their cores."""
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         """Write bytes at an offset.
@@ -212,8 +214,9 @@ class OpenFile(Writer):
             StorageError: They cannot be written.
         """
         view = memoryview(data)
-        for first, end in cuts(start, start + len(view), BUFFER_BYTES):
-            write_at(self.fd, view[first - start : end - start], first, self.path)
+        with self._one_at_a_time:
+            for first, end in cuts(start, start + len(view), BUFFER_BYTES):
+                write_at(self.fd, view[first - start : end - start], first, self.path)
 
     def copy_from(self, source: Reader, start: int, nbytes: int, target: int) -> bool:
         """Let the kernel copy bytes of a local file, or share its blocks; return False where a buffer is cheaper.

@@ -133,8 +133,12 @@ class BlockingClient:
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._made: tuple[int, _Connected] | None = None
+        self._made: _Connected | None = None
 
     def request(self, operation: str, **given: Any) -> dict[str, Any]:
         """Make a request; return botocore's answer.
@@ -193,12 +197,14 @@ class BlockingClient:
         return _sends_checksums(self._connected().client)
 
     def _connected(self) -> _Connected:
+        if self._process != os.getpid():  # a forked process must not use these connections; the lock may be held
+            self._begin()
         with self._lock:
-            if self._made is None or self._made[0] != os.getpid():  # a forked process must not use these connections
+            if self._made is None:
                 client = self._connect()
                 slots = threading.Semaphore(max(1, client.meta.config.max_pool_connections))
-                self._made = os.getpid(), _Connected(client, ParamKwargsHelper(client).filter_dict, slots)
-            return self._made[1]
+                self._made = _Connected(client, ParamKwargsHelper(client).filter_dict, slots)
+            return self._made
 
     def _connect(self) -> Any:
         """Make a client as s3fs does. Source: s3fs 2026, core.py (``S3FileSystem.set_session``)."""

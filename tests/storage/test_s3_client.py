@@ -176,6 +176,7 @@ def test_a_forked_process_makes_connections_of_its_own(object_url: str, monkeypa
     made = storage.client._connected().client
     assert storage.client._connected().client is made
     monkeypatch.setattr("os.getpid", lambda: -1)
+    storage.client._lock.acquire()  # as if another thread had connected meanwhile
     assert storage.client._connected().client is not made
     assert bytes(storage.get(object_url, 0, 5, "")) == EXPECTED[:5]
 
