@@ -119,7 +119,7 @@ class _Connected(NamedTuple):
 
     client: Any
     known: Callable[[str, dict[str, Any]], dict[str, Any]]
-    """Returns those of parameters that an operation has."""
+    """Removes the parameters that an operation lacks."""
     slots: threading.Semaphore
     """Bounds the connections: botocore would make more than ``max_pool_connections``, and close them after use."""
 
@@ -145,8 +145,8 @@ class BlockingClient:
 
         Args:
             operation: Name of a method of botocore's client.
-            given: Its parameters, with a bytes-like object as ``Body``; those of s3fs's options that the operation has
-                are added.
+            given: Its parameters, with a bytes-like object as ``Body``; options of s3fs are added if the operation has
+                such a parameter.
 
         Raises:
             OSError: The store refused the request; of the class that s3fs gives its code, and with botocore's error as
@@ -161,7 +161,7 @@ class BlockingClient:
         """Return the content of an object or a range of it, after a check of its number of bytes.
 
         Args:
-            check: Gets the number of bytes; what it raises is raised.
+            check: Called with the number of bytes before they are read; may raise an error.
             given: Parameters of ``get_object``.
 
         Raises:
