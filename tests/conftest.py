@@ -115,9 +115,15 @@ def checkpoint_copy(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(autouse=True)
-def no_client_of_another_test() -> None:
-    """Drop the S3 clients that fsspec has cached: their endpoint is that of the environment as it was."""
+def no_client_of_another_test() -> Iterator[None]:
+    """Close the S3 clients that fsspec has cached: their endpoint is that of the environment as it was."""
+    yield
     if (module := sys.modules.get("ckpttool.storage.s3_client")) is not None:
+        from fsspec.asyn import sync
+
+        for fs in module.SingleAttemptFileSystem._cache.values():
+            if fs._s3 is not None:  # s3fs itself would wait for a tenth of a second, and then leave open sockets
+                sync(fs.loop, fs._s3creator.__aexit__, None, None, None)
         module.SingleAttemptFileSystem.clear_instance_cache()
 
 

@@ -451,9 +451,11 @@ def test_a_crash_at_every_operation_loses_nothing(
     seen: set[tuple[str, bool]] = set()
     tried, every = 0, [*_faults(names)]
     drawn = sampling.some(every, 10, key=f"thin: {kind}")
+    first = [next(fault for fault in every if fault.how == how) for how in ("before", "EIO")]
     last = (fault for fault in reversed(every) if fault.how == "before")
-    for number, fault in enumerate(itertools.chain(drawn, last), 1):
-        if number > len(drawn) and ("thin", True) in seen:  # killed after the commit; runs differ by a few writes
+    for number, fault in enumerate(itertools.chain(first, drawn, last), 1):
+        # Killed after the commit; runs differ by a few writes.
+        if number > len(first) + len(drawn) and ("thin", True) in seen:
             break
         outcome = attempt(root := fresh(number), fault)
         tried += 1
