@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckpttool.storage import retry
-from ckpttool.storage.s3_client import EventLoopClient
 from tests.faults.s3_proxy import Proxy
 from tests.storage import places, server
 
@@ -27,6 +26,8 @@ def proxy(s3: server.Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]
 def s3_client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Client of S3: botocore's, or that of s3fs."""
     if request.param == "event loop":
+        from ckpttool.storage.s3_client import EventLoopClient
+
         monkeypatch.setattr("ckpttool.storage.s3.client_of", EventLoopClient)
     return str(request.param)
 
