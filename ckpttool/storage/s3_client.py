@@ -1,7 +1,8 @@
 """Make requests to S3 with the options of an s3fs file system.
 
 s3fs passes all bytes of all requests through one thread, its event loop. A blocking client of botocore, which s3fs is
-based on too, makes the same requests in the threads that need the answers, and moves several times as many bytes.
+based on too, makes the same requests in the threads that need the answers. Measured with 3.5 GB on two cores: uploads
+take 0.7 times as long, downloads 0.8 times.
 """
 
 from __future__ import annotations
@@ -109,9 +110,9 @@ def client_of(fs: Any) -> BlockingClient | EventLoopClient:
     Args:
         fs: An instance of s3fs's class, or of a class derived from it.
     """
-    own = type(fs) is not SingleAttemptFileSystem or fs.storage_options.get("session") is not None
-    unknown = {"connector_args", "http_session_cls", "warm_up_loader_caches"} & set(fs.config_kwargs)
-    return EventLoopClient(fs) if own or unknown else fs.blocking
+    of_the_user = type(fs) is not SingleAttemptFileSystem or fs.storage_options.get("session") is not None
+    of_s3fs_alone = {"connector_args", "http_session_cls", "warm_up_loader_caches"} & set(fs.config_kwargs)
+    return EventLoopClient(fs) if of_the_user or of_s3fs_alone else fs.blocking
 
 
 class _Connected(NamedTuple):

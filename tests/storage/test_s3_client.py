@@ -1,15 +1,17 @@
-"""The blocking client of S3: its options, its credentials, and what is left to s3fs."""
+"""The blocking client of S3: its options and credentials, and the options for which s3fs makes the requests."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import time
+import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import s3fs
+import urllib3
 
 import ckpttool
 from ckpttool.errors import StorageError
@@ -107,7 +109,7 @@ def test_an_empty_key_signs_nothing(s3: Bucket, object_url: str, proxy: Proxy) -
 
 
 def _credentials_that_last(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let credentials come from a program, anew each time, as those of a role or of single sign-on; returns it."""
+    """Configure a program that prints new temporary credentials at each call, as a role has; return its path."""
     asked = tmp_path / "asked"
     program = tmp_path / "program.py"
     program.write_text(f"""
@@ -130,7 +132,7 @@ print(json.dumps({{"Version": 1, "AccessKeyId": f"NUMBER{{count}}", "SecretAcces
 def test_credentials_that_expire_are_renewed(
     object_url: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """botocore is told until when they hold, and asks anew."""
+    """The program gives their time of expiry, and botocore calls it again after that time."""
     _credentials_that_last(4, tmp_path, monkeypatch)
     storage = open_storage(object_url, {})
     with storage.open(object_url) as reader:
@@ -212,3 +214,8 @@ def test_a_timeout_of_0_is_none(object_url: str) -> None:
 def test_an_option_of_none_is_left_out(object_url: str, proxy: Proxy) -> None:
     assert _read(object_url, s3_additional_kwargs={"RequestPayer": None}) == EXPECTED
     assert not any("x-amz-request-payer" in r.headers for r in proxy.log)
+
+
+def test_switched_off_certificates_are_no_warning(object_url: str) -> None:
+    assert _read(object_url, client_kwargs={"verify": False}) == EXPECTED
+    warnings.warn("an unverified request", urllib3.exceptions.InsecureRequestWarning, stacklevel=1)
