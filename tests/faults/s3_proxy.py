@@ -128,32 +128,34 @@ class Proxy:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        tasks: set[asyncio.Task[None]] = set()
+        served: dict[_Connection, asyncio.Task[None]] = {}
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.add(task)
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.connections += 1
             connection = _Connection(self, reader, writer, self._upstream)
-            try:
-                await connection.serve()
-            except (OSError, EOFError, asyncio.CancelledError):
-                pass  # the client closed the connection, or the test has ended
-            except Exception as e:
-                self.broken.append(e)
-            finally:
-                connection.close()
-                tasks.discard(task)
+            served[connection] = asyncio.create_task(self._serve_connection(connection))
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0, limit=_BUFFER, backlog=512)
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         await self._stop.wait()
         server.close()
-        for task in list(tasks):
+        for task in served.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*served.values(), return_exceptions=True)
+        for connection in served:
+            connection.abort()
+        await asyncio.sleep(0)  # the sockets are closed in the next turn of the loop
+
+    async def _serve_connection(self, connection: _Connection) -> None:
+        try:
+            await connection.serve()
+        except (OSError, EOFError):
+            pass  # the client closed the connection
+        except Exception as e:
+            self.broken.append(e)
+        finally:
+            connection.close()
 
 
 class _Connection:
@@ -183,10 +185,16 @@ class _Connection:
                 request.ended = time.perf_counter()
 
     def close(self) -> None:
-        """Close both connections."""
+        """Close both connections once all is sent."""
         self._writer.close()
         if self._server is not None:
             self._server[1].close()
+
+    def abort(self) -> None:
+        """Close both connections at once: the client may read no more."""
+        self._writer.transport.abort()
+        if self._server is not None:
+            self._server[1].transport.abort()
 
     async def _handle(self, request: Request, headers: Headers) -> bool:
         """Answer one request; return whether the connection stays open."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import os
+import socket
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -168,6 +171,22 @@ def test_a_dead_server_is_the_beds_own_failure() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- rules
+
+
+def test_no_socket_is_left_where_a_client_does_not_read(s3: Bucket) -> None:
+    s3.put("key", DATA)
+    with socket.socket() as client, Proxy(s3.endpoint) as proxy:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.connect(("127.0.0.1", proxy.port))
+        request = f"GET /{s3.name}/key HTTP/1.1\r\nHost: proxy\r\nAuthorization: {SIGNED['Authorization']}\r\n\r\n"
+        client.sendall(request.encode())
+        client.recv(1)
+        time.sleep(0.1)  # the proxy now waits until the client reads more
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        del proxy
+        gc.collect()
+    assert [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)] == []
 
 
 def test_latency_does_not_queue(s3: Bucket, proxy: Proxy) -> None:
