@@ -50,21 +50,24 @@ for name, size in sizes.items():
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.truncate(fd, int(size))
-    jobs += [(f"{prefix}/{name}", fd, a, min(a + RANGE, int(size))) for a in range(0, int(size), RANGE)]
+    lock = threading.Lock()  # of all threads that wait for one file, the kernel lets some spin
+    jobs += [(f"{prefix}/{name}", fd, lock, a, min(a + RANGE, int(size))) for a in range(0, int(size), RANGE)]
 
 def copy(job):
-    key, fd, start, end = job
+    key, fd, lock, start, end = job
     if client == "botocore":
         body = s3.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")["Body"]
         while data := body.read(1 << 20):
-            start += os.pwrite(fd, data, start)
+            with lock:
+                start += os.pwrite(fd, data, start)
     else:
         if not hasattr(own, "connection"):
             own.connection, own.buffer = http.client.HTTPConnection(address), memoryview(bytearray(1 << 20))
         own.connection.request("GET", f"/{bucket}/{key}", headers={"Range": f"bytes={start}-{end - 1}"})
         answer = own.connection.getresponse()
         while count := answer.readinto(own.buffer):
-            start += os.pwrite(fd, own.buffer[:count], start)
+            with lock:
+                start += os.pwrite(fd, own.buffer[:count], start)
     assert start == end
 
 with concurrent.futures.ThreadPoolExecutor(16) as pool:
