@@ -130,7 +130,7 @@ class Shards:
         """Return the file of a chunk: its index, and a reader."""
         if chunk.file not in self._opened:
             path = posixpath.join(self._directory, chunk.file)
-            if not self._storage.remote and not self._storage.exists(path):
+            if not self._storage.exists(path):
                 raise LayoutError(path, f"is missing, but {METADATA} lists it", RESTORE)
             reader = self._storage.open(path, ahead=True)
             self._opened[chunk.file] = len(self._files), reader

@@ -334,6 +334,17 @@ def test_torn_checkpoints_of_other_formats_and_with_weights_stay(tmp_path: Path)
     assert not found.entry.whole
 
 
+@pytest.mark.parametrize(("stage", "keep"), [(2, True), (3, False)])
+def test_model_states_alone_are_torn_if_they_hold_no_weights(stage: int, keep: bool, tmp_path: Path) -> None:
+    """DeepSpeed writes them first: a killed save leaves them."""
+    for name in ("step1", "step2"):
+        shutil.copytree(Path(source(f"zero{stage}-dp2-bf16"), "global_step3"), tmp_path / name)
+    for path in (tmp_path / "step1").glob("*optim_states.pt"):
+        path.unlink()
+    _aged(tmp_path)
+    assert [(d.entry.name, d.keep) for d in api.prune(tmp_path, torn=True)] == [("step1", keep), ("step2", True)]
+
+
 def test_a_checkpoint_that_is_not_understood_is_not_torn(tmp_path: Path) -> None:
     """Its files are all there: a later release may read it, and DeepSpeed may already."""
     torch = pytest.importorskip("torch", reason="a file of torch is changed")

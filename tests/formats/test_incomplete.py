@@ -383,7 +383,7 @@ def test_parts_of_a_model_are_not_written_without_the_optimizer(
     root = checkpoint_copy(name)
     for file in root.rglob("*optim_states.pt"):
         file.unlink()
-    with pytest.raises(LayoutError, match="holds no ZeRO optimizer files"):
+    with refused(LayoutError):
         ckpttool.consolidate(root, tmp_path / "after", to="safetensors", weights_from="module")
 
 

@@ -177,6 +177,23 @@ def test_commands_say_the_same(arguments: list[str], place: Place, monkeypatch: 
     assert re.sub(r"[─-╿ ]+", " ", first) == re.sub(r"[─-╿ ]+", " ", second)
 
 
+def _entries(root: str) -> str:
+    found = [(e.name, e.whole, e.torn, e.problem) for e in ckpttool.ls(root).entries]
+    return str(found).replace(root, "PLACE")
+
+
+@pytest.mark.parametrize("kind", ["zero", "universal", "dcp", "safetensors-bf16-shards"])
+def test_a_missing_file_is_the_same_everywhere(kind: str, place: Place, tmp_path: Path) -> None:
+    """Whether a checkpoint lacks files decides whether ``prune`` may remove it."""
+    write, how = WRITES[kind]
+    write(source(NAME), tmp_path / "run" / "checkpoint-1", **how)
+    for file in sampling.some(sorted(p for p in (tmp_path / "run").rglob("*") if p.is_file()), 5, key=kind):
+        data = file.read_bytes()
+        file.unlink()
+        assert _entries(place.put(tmp_path / "run")) == _entries(str(tmp_path / "run")), file
+        file.write_bytes(data)
+
+
 def test_diff_reads_two_places(place: Place, tmp_path: Path) -> None:
     src = place.put(source(NAME))
     assert ckpttool.diff(src, source(NAME)).equal

@@ -256,7 +256,7 @@ def _sound(run: str, there: dict[str, Any]) -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = []
     for entry in sorted(ckpttool.ls(run, storage_options=there).entries, key=lambda entry: entry.rank):
-        found.append({"whole": entry.whole, "reported": entry.reported, "torn": entry.torn})
+        found.append({"whole": entry.whole, "reported": entry.reported, "torn": entry.torn, "problem": entry.problem})
         if entry.whole:
             report = ckpttool.verify(entry.path, deep=True, storage_options=there)
             found[-1] |= {"findings": [str(f) for f in report.findings], "notes": [*report.notes]}

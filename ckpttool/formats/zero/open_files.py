@@ -733,8 +733,10 @@ def _read_stage0(opener: Opener, model_rank: int, named: Sequence[ZeroName]) -> 
     name = f"mp_rank_{model_rank:02d}_model_states.pt"
     models = {p.name: p for p in named if p.kind == "model"}
     if name not in models:
-        problem = "holds no ZeRO optimizer files" if models else "holds no model states"
-        raise LayoutError(opener.location.directory, problem, RESTORE)
+        if not models:
+            raise LayoutError(opener.location.directory, "holds no model states", RESTORE)
+        path = posixpath.join(opener.location.directory, "*_optim_states.pt")
+        raise LayoutError(path, "is missing, and the model states of ZeRO-3 hold no trained weights", RESTORE)
     file = opener.open(models[name], numbers=True)
     if file is None:
         raise opener.errors[0]
