@@ -146,6 +146,9 @@ ALSO = [
     Draw("deepspeed Muon", 1, "bf16", "", 1, 0.0, "", "plain", "one", 2),
     Draw("deepspeed Muon", 0, "fp32", "", 1, 1.0, "", "plain", "two", 2, "", (2, 1)),
     Draw("deepspeed Muon", 0, "bf16", "", 2, 0.0, "", "plain", "two", 1, "", (3, 2)),
+    Draw("deepspeed Muon", 1, "bf16", "", 1, 1.0, "WarmupLR", "plain", "adapter", 1, "sub_group_size", (3, 0)),
+    Draw("deepspeed Muon", 2, "fp16", "", 2, 1.0, "OneCycle", "plain", "adapter", 2, "", (1, 3)),
+    Draw("deepspeed Muon", 1, "bf16", "", 1, 0.0, "StepLR", "plain", "two", 2, "", (3, 2)),
     Draw("torch AdamW", 0, "fp32", "", 1, 0.0, "", "experts", "one", 2),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]

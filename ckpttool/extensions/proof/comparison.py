@@ -375,12 +375,14 @@ class _Sides:
         pending = f"the gradients of {saved} micro batches since the last step before the save"
         scheduler = self.scheduler if kind == "scheduler" else ""
         absent = live is None and kind not in self.kinds
+        moved = kind == MOMENTUM and len(self.ranks) != self.checkpoint.topology.world_size
         return _first(
             (self.scope.weights_only or not (self.trains or self.values), Reason.ASKED),
             (key == MICRO_BATCHES and saved is None, Reason.ASKED),  # the live ones are named with their gradients
             (key == MICRO_BATCHES, Reason.PENDING, pending),
             (kind in self.scope.without, Reason.NOT_RESTORED, kind),
             (scheduler, Reason.SCHEDULER, "", scheduler),
+            (moved, Reason.OF_RANKS, kind, OF_OTHER_FORM),
             (absent and key in _COUNTED, Reason.ASKED),
             (absent, Reason.NOT_PASSED, kind),
             # Wrappers without ZeRO have fewer numbers.

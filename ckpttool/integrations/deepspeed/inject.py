@@ -182,9 +182,9 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
     """Take values out of the optimizer's states that torch's load would change.
 
     torch casts tensors to the type of their parameter, also in containers, and rebuilds values other than numbers: text
-    is lost, numpy arrays fail. DeepSpeed's own optimizers choose the types of their tensors by their settings, which
-    may differ. A dict of tensors is left in its place, too: the optimizer's own load may take it apart, as bitsandbytes
-    does.
+    is lost, numpy arrays fail. DeepSpeed's kernels choose the types of their tensors by their settings, which may
+    differ; Muon keeps its momenta in the type of the gradients. A dict of tensors is left in its place, too: the
+    optimizer's own load may take it apart, as bitsandbytes does.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -195,7 +195,7 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
     if not live.stage and not has_optimizer(live.optimizer):
         return found
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
-    of_deepspeed = type(inner).__module__.partition(".")[0] == "deepspeed"
+    by_settings = type(inner).__module__.startswith("deepspeed.ops.")
     for content in prepared.contents():
         base = base_state(content) or {}
         has_groups = isinstance(base.get("state"), dict) and "param_groups" in base
@@ -204,7 +204,7 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
             states = base["state"].get(number, {})
             for key, value in list(states.items()):
                 if isinstance(value, torch.Tensor):
-                    if not of_deepspeed and key != "step":
+                    if not by_settings and key != "step":
                         found.append((index, key, value))
                 elif _is_dict_of_tensors(value):
                     found.append((index, key, value))
