@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -12,6 +13,7 @@ import itertools
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -234,11 +236,22 @@ def kill_ranks(world_size: int, body: Callable[[], None], is_time: Callable[[], 
     return [ended[pid] for pid in order]
 
 
+def free_port() -> int:
+    """A port on which the first rank can listen, once it has imported what it needs.
+
+    It is none of those that the kernel gives to connections, from 32,768 on, because another process may get it
+    meanwhile. Ray's workers take those from 10,002 to 19,999.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 def fork_all(world_size: int, body: Callable[[], None]) -> list[int]:
     """Begin something on so many ranks; their process ids."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     gc.freeze()  # what was imported: engines at stage 3 call gc.collect
     return [_fork(body, rank, world_size, port) for rank in range(world_size)]
 

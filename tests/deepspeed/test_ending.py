@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -54,9 +53,7 @@ def _run(jobs: list[dict[str, Any]], directory: Path) -> None:
     It ends as that of any script does: at the end of its main module, by ``sys.exit``, or by an exception.
     """
     for job in jobs:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = forked.free_port()
         children = []
         for rank in range(job["world_size"]):
             sys.stdout.flush()
