@@ -183,8 +183,8 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
 
     torch casts tensors to the type of their parameter, also in containers, and rebuilds values other than numbers: text
     is lost, numpy arrays fail. DeepSpeed's kernels choose the types of their tensors by their settings, which may
-    differ; Muon keeps its momenta in the type of the gradients. A dict of tensors is left in its place, too: the
-    optimizer's own load may take it apart, as bitsandbytes does.
+    differ; Muon keeps its momenta at stages 1 and 2 in the type of the gradients, else in fp32. A dict
+    of tensors is left in its place, too: the optimizer's own load may take it apart, as bitsandbytes does.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
@@ -195,7 +195,7 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
     if not live.stage and not has_optimizer(live.optimizer):
         return found
     inner = getattr(live.optimizer, "optimizer", live.optimizer)
-    by_settings = type(inner).__module__.startswith("deepspeed.ops.")
+    by_settings = type(inner).__module__.startswith("deepspeed." if live.stage in {0, 3} else "deepspeed.ops.")
     for content in prepared.contents():
         base = base_state(content) or {}
         has_groups = isinstance(base.get("state"), dict) and "param_groups" in base
