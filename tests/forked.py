@@ -237,10 +237,10 @@ def kill_ranks(world_size: int, body: Callable[[], None], is_time: Callable[[], 
 
 
 def free_port() -> int:
-    """A port on which the first rank can listen, once it has imported what it needs.
+    """A port that is free now, for the first rank, which listens on it seconds later.
 
-    It is none of those that the kernel gives to connections, from 32,768 on, because another process may get it
-    meanwhile. Ray's workers take those from 10,002 to 19,999.
+    The kernel gives ports from 32,768 on to new connections of any process, and Ray gives 10,002 to 19,999 to its
+    workers: the port is between these ranges.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)

@@ -184,7 +184,7 @@ def _entries(root: str) -> str:
 
 @pytest.mark.parametrize("kind", ["zero", "universal", "dcp", "safetensors-bf16-shards"])
 def test_a_missing_file_is_the_same_everywhere(kind: str, place: Place, tmp_path: Path) -> None:
-    """Whether a checkpoint lacks files decides whether ``prune`` may remove it."""
+    """``prune --torn`` removes checkpoints that lack files."""
     write, how = WRITES[kind]
     write(source(NAME), tmp_path / "run" / "checkpoint-1", **how)
     for file in sampling.some(sorted(p for p in (tmp_path / "run").rglob("*") if p.is_file()), 5, key=kind):

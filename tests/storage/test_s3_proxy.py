@@ -170,9 +170,6 @@ def test_a_dead_server_is_the_beds_own_failure() -> None:
         ask()
 
 
-# ------------------------------------------------------------------------------------------------------------- rules
-
-
 def test_no_socket_is_left_where_a_client_does_not_read(s3: Bucket) -> None:
     s3.put("key", DATA)
     with socket.socket() as client, Proxy(s3.endpoint) as proxy:
@@ -187,6 +184,9 @@ def test_no_socket_is_left_where_a_client_does_not_read(s3: Bucket) -> None:
         del proxy
         gc.collect()
     assert [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)] == []
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
 
 
 def test_latency_does_not_queue(s3: Bucket, proxy: Proxy) -> None:

@@ -183,8 +183,8 @@ def _set_aside(live: LiveEngine, prepared: NativeState | PlannedState) -> list[t
 
     torch casts tensors to the type of their parameter, also in containers, and rebuilds values other than numbers: text
     is lost, numpy arrays fail. DeepSpeed's kernels choose the types of their tensors by their settings, which may
-    differ; Muon keeps its momenta at stages 1 and 2 in the type of the gradients, else in fp32. A dict
-    of tensors is left in its place, too: the optimizer's own load may take it apart, as bitsandbytes does.
+    differ. Muon's momenta have the type of the gradients at stages 1 and 2, and are fp32 elsewhere. A dict of tensors
+    is left in its place, too: the optimizer's own load may take it apart, as bitsandbytes does.
 
     Source: torch 2.13, optim/optimizer.py (``load_state_dict``, ``_process_value_according_to_param_policy``).
 
