@@ -149,6 +149,9 @@ ALSO = [
     Draw("deepspeed Muon", 1, "bf16", "", 1, 1.0, "WarmupLR", "plain", "adapter", 1, "sub_group_size", (3, 0)),
     Draw("deepspeed Muon", 2, "fp16", "", 2, 1.0, "OneCycle", "plain", "adapter", 2, "", (1, 3)),
     Draw("deepspeed Muon", 1, "bf16", "", 1, 0.0, "StepLR", "plain", "two", 2, "", (3, 2)),
+    Draw("torch HFAdafactor", 0, "fp32", "", 1, 0.0, "", "plain", "two", 1, "", (1, 3)),
+    Draw("torch HFAdafactor", 0, "fp32", "", 1, 0.0, "", "matrix", "one", 1, "", (1, 0)),
+    Draw("torch HFAdafactor", 0, "fp32", "", 2, 0.0, "StepLR", "frozen", "adapter", 3, "", (1, 3)),
     Draw("torch AdamW", 0, "fp32", "", 1, 0.0, "", "experts", "one", 2),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
@@ -228,7 +231,9 @@ def _same_ranks(draw: Draw, root: Path) -> dict[str, Any]:
     with mock.patch.object(restorable, "match", wraps=match) as matching:
         found["save"] = told(lambda: manager.save(engine, client_state={"epoch": 1}))
     if matching.called and not found["save"]:
-        found["misdescribed"] = _misdescribed(engine, matching.call_args.args[1], root / "ours")
+        described = matching.call_args.args[1]
+        found["misdescribed"] = _misdescribed(engine, described, root / "ours")
+        found["misnamed"] = [] if draw.model in SPREAD else _misnamed(described, root / "theirs")
     found["kept"] = differing(before, snapshot(engine))  # a save changes nothing
     losses = train(engine, draw, 2)
     after = snapshot(engine)
@@ -298,6 +303,13 @@ def _misdescribed(engine: Any, described: Checkpoint, root: Path) -> list[str]:
             }
         )
     return [f"{name}: {here} is {there}" for name, here in both[0].items() if here != (there := both[1][name])]
+
+
+def _misnamed(described: Checkpoint, root: Path) -> list[str]:
+    """The groups of DeepSpeed's save that are read with other parameters than the engine has in them."""
+    read = [sorted(group.parameters) for group in open_checkpoint(root).groups]
+    own = [sorted(group.parameters) for group in described.groups]
+    return [] if read == own or not any(read) else [f"{read} instead of {own}"]
 
 
 def _other_ranks(draw: Draw, root: Path) -> dict[str, Any]:
@@ -557,6 +569,9 @@ def _model(kind: str) -> Any:
                 self.embed.weight.requires_grad_(False)
             if kind == "frozen":
                 self.down.bias.requires_grad_(False)
+            if kind == "matrix":
+                self.requires_grad_(False)
+                self.down.weight.requires_grad_(True)
             if kind == "expanded":
                 self.register_buffer("wide", torch.randn(1).expand(3))
             if kind == "sparse":
@@ -820,18 +835,20 @@ def test_most_configurations_are_ones_that_deepspeed_can_train(found: dict[str, 
 
 
 def test_each_is_saved_and_sound(found: dict[str, dict[str, Any]]) -> None:
+    wrong: dict[str, Any] = {}
     for name, one in _trained(found).items():
-        if (
-            "it could not be restored: elastic_checkpoint " in one["save"]
-        ):  # DeepSpeed saves a part of a state: nothing could restore it
-            assert any(kind in name for kind in ("Muon", "Unusual", *RARE))
-            continue
-        if why := [reason for kind, reason in UNSAVED.items() if all(part in name for part in kind.split("-"))]:
-            assert re.search(why[0], one["save"]), (name, one["save"])
-            continue
-        assert (one["save"], one["kept"]) == ("", []), name
-        for report in (one["verify ours"], one["verify theirs"]):
-            assert not report or "infinite values" in report, (name, report)
+        save = one["save"]
+        if "it could not be restored: elastic_checkpoint " in save:
+            # DeepSpeed saves a part of a state: nothing could restore it.
+            sound = any(kind in name for kind in ("Muon", "Unusual", *RARE))
+        elif why := [reason for kind, reason in UNSAVED.items() if all(part in name for part in kind.split("-"))]:
+            sound = re.search(why[0], save) is not None
+        else:
+            reports = [one.get(f"verify {whose}", "not run") for whose in ("ours", "theirs")]
+            sound = (save, one["kept"]) == ("", []) and all(not r or "infinite values" in r for r in reports)
+        if not sound:
+            wrong[name] = {key: one.get(key) for key in ("save", "kept", "verify ours", "verify theirs")}
+    assert not wrong
 
 
 def test_the_first_save_is_matched_by_a_description_of_its_files(found: dict[str, dict[str, Any]]) -> None:
@@ -840,35 +857,48 @@ def test_the_first_save_is_matched_by_a_description_of_its_files(found: dict[str
     assert not {name: what for name, what in described.items() if what}
 
 
+def test_no_save_of_deepspeed_is_read_with_other_parameters_in_its_groups(found: dict[str, dict[str, Any]]) -> None:
+    read = {name: one["misnamed"] for name, one in found.items() if "misnamed" in one}
+    assert len(read) > 0.5 * len(found)
+    assert not {name: groups for name, groups in read.items() if groups}
+
+
 def test_what_deepspeed_cannot_save_is_refused_with_the_reason(found: dict[str, dict[str, Any]]) -> None:
     refused = {name: one["save"] for name, one in found.items() if "cannot save" in one.get("deepspeed", "")}
     assert refused
-    for name, why in refused.items():
-        assert "has states of parameters that DeepSpeed has replaced by masters" in why, (name, why)
+    reason = "has states of parameters that DeepSpeed has replaced by masters"
+    assert not {name: why for name, why in refused.items() if reason not in why}
 
 
 def test_each_is_restored_on_the_same_ranks_and_trains_on_as_before(found: dict[str, dict[str, Any]]) -> None:
     saved = {name: one for name, one in _trained(found).items() if not one["save"]}
-    for name, one in saved.items():
-        assert (one["load"], one["restore"]) == ("", ""), (name, one["load"], one["restore"])
-        assert (one["client_state"], one["trains"]) == ("", ""), name
-        for key, theirs in DEEPSPEED_ALSO.items():
-            assert set(one[key]) <= set(one.get(theirs, ())), (name, key, one[key])
+    facts = ("load", "restore", "client_state", "trains")
+    failed = {name: {key: one.get(key) for key in facts if one.get(key) != ""} for name, one in saved.items()}
+    assert not {name: why for name, why in failed.items() if why}
+    differ = {
+        name: {key: more for key, theirs in DEEPSPEED_ALSO.items() if (more := {*one[key]} - {*one.get(theirs, ())})}
+        for name, one in saved.items()
+    }
+    assert not {name: what for name, what in differ.items() if what}
 
 
 def test_each_is_restored_elsewhere_or_refused_before_the_engine_changes(found: dict[str, dict[str, Any]]) -> None:
     counts: Counter[str] = Counter()
     usual = {draw.id for draw in DRAWN}
+    wrong: dict[str, Any] = {}
     for name, one in found.items():
         if "other" not in one:
             continue
-        if one["other"]:
+        if why := one["other"]:
             counts["refused"] += name in usual
-            assert any(re.search(pattern, one["other"]) for pattern in REFUSED), (name, one["other"])
-            assert one["other touched"] == [], name
+            right = any(re.search(pattern, why) for pattern in REFUSED) and one["other touched"] == []
         else:
             counts["restored"] += name in usual
-            assert "torch_Shared" not in name, f"{name}: a state of no parameter is dropped"
-            assert one["other differs"] == [], name
+            trains = not one["other trains"] or "Param gradient must be a 2D matrix" in one["other trains"]  # Muon
+            # A state of no parameter must not be dropped.
+            right = "torch_Shared" not in name and one["other differs"] == [] and trains
+        if not right:
+            wrong[name] = {key: value for key, value in one.items() if key.startswith("other")}
     print(f"on other ranks or at another stage: {dict(counts)}")  # noqa: T201
+    assert not wrong
     assert counts["restored"] > 4 * counts["refused"]

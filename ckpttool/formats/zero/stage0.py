@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import posixpath
+import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice, pairwise
@@ -39,6 +40,12 @@ UNASSIGNED = "optimizer"
 """Name of the states in ``nonpartitionable`` if the names of the parameters are unknown."""
 SEVERAL_ORDERS = "the optimizer numbers its parameters, and several orders of names fit; weights are the model's own"
 """Remark if the names of the parameters are unknown."""
+FACTOR = re.compile(r"(^|_)(row|col)(_|$)")
+"""Keys of the sums over rows and columns, which may have the shape of another parameter.
+
+Source: transformers 5.23, optimization.py (``Adafactor``: exp_avg_sq_row, exp_avg_sq_col); torch 2.13,
+optim/_adafactor.py (row_var, col_var).
+"""
 COMPRESSION = {
     "worker_error": "worker_error and server_error are the compression errors of the first rank, and DeepSpeed's load "
     "resets them",
@@ -378,7 +385,7 @@ def _runs(shapes: Sequence[tuple[int, ...] | None]) -> list[list[tuple[int, ...]
 def _shapes(
     states: Fields, numbers: Sequence[object], masters: Sequence[object] | None, possible: Container[tuple[int, ...]]
 ) -> list[tuple[int, ...] | None]:
-    """Return the shape of each parameter of a group, from its master or moments; None if unknown.
+    """Return the shape of each parameter of a group, from its master or moments; None if unknown or if they disagree.
 
     Args:
         states: The optimizer's states by number.
@@ -389,10 +396,14 @@ def _shapes(
     result: list[tuple[int, ...] | None] = []
     for i, number in enumerate(numbers):
         state = states.values.get(number, {})
-        tensors = [*(masters[i : i + 1] if masters else state.values() if isinstance(state, dict) else ())]
+        if masters:
+            tensors = [*masters[i : i + 1]]
+        else:
+            tensors = [v for k, v in state.items() if not FACTOR.search(str(k))] if isinstance(state, dict) else []
         # A step is 0-dim, like the moments of a scalar parameter: the largest shape is the parameter's.
-        shapes = [t.shape for t in tensors if isinstance(t, TensorRef) and (masters or t.shape in possible)]
-        result.append(max(shapes, key=len) if shapes else None)
+        shapes = {t.shape for t in tensors if isinstance(t, TensorRef) and (masters or t.shape in possible)}
+        largest = [shape for shape in shapes if len(shape) == max(map(len, shapes))]
+        result.append(largest[0] if len(largest) == 1 else None)
     return result
 
 
