@@ -153,6 +153,8 @@ LIVE_ORDER = "the optimizer's parameters are numbered, and read in the order of 
 def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] = ()) -> Checkpoint:
     """Read files that number the optimizer's parameters again, with the order of the optimizer.
 
+    A checkpoint without ZeRO that does not fit the order is returned as it is if shapes alone name its parameters.
+
     Args:
         checkpoint: A checkpoint of any format; returned as it is if it needs no order.
         order: Parameters in the order of the optimizer.
@@ -176,6 +178,8 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] 
     location = Location(*where, trust_names=True, order=tuple(order), sizes=tuple(sizes))  # opened before
     again = read_state_files if numbered is None else partial(_read, numbered)
     found = again(connect(checkpoint.storage), location, raise_at_once) or checkpoint
+    if checkpoint.stage == 0 and ORDER in found.remarks:
+        return checkpoint  # shapes alone name the parameters, in other groups than the optimizer's
     if found.left_out or {ORDER, SEVERAL_ORDERS}.intersection(found.remarks) or (whole and found is checkpoint):
         problem = (
             f"does not fit the optimizer: {found.left_out or 'it numbers other parameters than the optimizer has'}"

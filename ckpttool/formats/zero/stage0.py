@@ -28,6 +28,7 @@ from ckpttool.formats.zero.partitions import (
     states_of_no_parameter,
 )
 from ckpttool.model import MASTER, MODULE, ScalarState, State, split_numbers
+from ckpttool.model.names import ORDER
 from ckpttool.model.places import Contiguous
 
 if TYPE_CHECKING:
@@ -40,11 +41,11 @@ UNASSIGNED = "optimizer"
 """Name of the states in ``nonpartitionable`` if the names of the parameters are unknown."""
 SEVERAL_ORDERS = "the optimizer numbers its parameters, and several orders of names fit; weights are the model's own"
 """Remark if the names of the parameters are unknown."""
-FACTOR = re.compile(r"(^|_)(row|col)(_|$)")
-"""Keys of the sums over rows and columns, which may have the shape of another parameter.
+OTHER_SHAPE = re.compile(r"(^|_)(row|col)(_|$)|^(worker|server)_error$")
+"""Keys of states that are not of the parameter's shape, and may be of another parameter's.
 
 Source: transformers 5.23, optimization.py (``Adafactor``: exp_avg_sq_row, exp_avg_sq_col); torch 2.13,
-optim/_adafactor.py (row_var, col_var).
+optim/_adafactor.py (row_var, col_var); DeepSpeed 0.19.6, runtime/fp16/onebit/adam.py.
 """
 COMPRESSION = {
     "worker_error": "worker_error and server_error are the compression errors of the first rank, and DeepSpeed's load "
@@ -210,7 +211,7 @@ def _read_optimizer(
     optimizer = _parse(file)
     if isinstance(optimizer, str):
         return Partitions(remarks=(optimizer,))
-    names = _names_of_groups(optimizer, candidates, experts, module, recorded, order)
+    names, assumed = _names_of_groups(optimizer, candidates, experts, module, recorded, order)
     known = {**candidates, **experts}
     states: dict[str, Mapping[str, State]] = {}
     numbers: dict[str, Mapping[str, ScalarState]] = {}
@@ -235,8 +236,18 @@ def _read_optimizer(
         nonpartitionable=(*dict.fromkeys(odd), *states_of_no_parameter([optimizer.base]).nonpartitionable),
         unassigned=unassigned,
         guessed=frozenset(_guessed(optimizer, names, known, recorded)),
-        remarks=(*([SEVERAL_ORDERS] if unassigned else []), *_compression(optimizer)),
+        remarks=(
+            *([SEVERAL_ORDERS] if unassigned else []),
+            *([ORDER] if assumed and not experts and _share_shapes(names, known) else []),
+            *_compression(optimizer),
+        ),
     )
+
+
+def _share_shapes(names: Sequence[list[str] | None], known: Mapping[str, State]) -> bool:
+    """Return whether some of the named parameters have the same shape."""
+    shapes = [known[name].shape for members in names for name in members or ()]
+    return len({*shapes}) < len(shapes)
 
 
 def _compression(optimizer: _Optimizer) -> list[str]:
@@ -282,23 +293,26 @@ def _names_of_groups(
     module: Mapping[str, TensorRef],
     recorded: Sequence[list[str]],
     order: Sequence[str],
-) -> list[list[str] | None]:
-    """Return the parameter names of every group; None for a group whose names are unknown."""
+) -> tuple[list[list[str] | None], bool]:
+    """Return the parameter names of every group, and whether they rely on the order of the model.
+
+    The names of a group are None if they are unknown. A given order comes before the order of the model.
+    """
     if _fit_recorded(recorded, optimizer.groups, optimizer.flat, candidates):
-        return [*recorded]
+        return [*recorded], False
     if optimizer.flat is not None:
         in_storage = [_in_storage(module, flat, candidates) for flat in optimizer.flat]
         cut = _cut_flat(order, optimizer.flat, candidates) if None in in_storage else None
-        return in_storage if cut is None else [*cut]
+        return in_storage if cut is None else [*cut], False
     possible = {state.shape for state in (*candidates.values(), *experts.values())}
     shapes = [
         _shapes(optimizer.states, group["params"], optimizer.masters[g] if optimizer.masters else None, possible)
         for g, group in enumerate(optimizer.groups)
     ]
+    if order and (cut := _cut(order, shapes, {**candidates, **experts})) is not None:
+        return [*cut], False
     found = _match(optimizer.groups, shapes, candidates, experts)
-    if found is None:
-        found = _cut(order, shapes, {**candidates, **experts})
-    return [None for _ in optimizer.groups] if found is None else [*found]
+    return [None for _ in optimizer.groups] if found is None else [*found], True
 
 
 def _cut(
@@ -385,7 +399,7 @@ def _runs(shapes: Sequence[tuple[int, ...] | None]) -> list[list[tuple[int, ...]
 def _shapes(
     states: Fields, numbers: Sequence[object], masters: Sequence[object] | None, possible: Container[tuple[int, ...]]
 ) -> list[tuple[int, ...] | None]:
-    """Return the shape of each parameter of a group, from its master or moments; None if unknown or if they disagree.
+    """Return the shape of each parameter of a group, from its master or moments; None if unknown or if they differ.
 
     Args:
         states: The optimizer's states by number.
@@ -399,11 +413,12 @@ def _shapes(
         if masters:
             tensors = [*masters[i : i + 1]]
         else:
-            tensors = [v for k, v in state.items() if not FACTOR.search(str(k))] if isinstance(state, dict) else []
-        # A step is 0-dim, like the moments of a scalar parameter: the largest shape is the parameter's.
-        shapes = {t.shape for t in tensors if isinstance(t, TensorRef) and (masters or t.shape in possible)}
-        largest = [shape for shape in shapes if len(shape) == max(map(len, shapes))]
-        result.append(largest[0] if len(largest) == 1 else None)
+            tensors = [v for k, v in state.items() if not OTHER_SHAPE.search(str(k))] if isinstance(state, dict) else []
+        refs = [tensor for tensor in tensors if isinstance(tensor, TensorRef)]
+        # A step has one element, like the moments of such a parameter.
+        shapes = {ref.shape for ref in refs if ref.numel > 1} or {ref.shape for ref in refs}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        result.append(shape if masters or shape in possible else None)
     return result
 
 

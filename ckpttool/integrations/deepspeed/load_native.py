@@ -59,7 +59,8 @@ def read_native(
             check_form(live, checkpoint, base)
     if by_name and fitted is not None and live.model is not None:
         names = stage0.saved_names(checkpoint)
-        fitted = stage0.prepare_whole(live, checkpoint, fitted, files.get(needed[0]), names, strict=options.strict)
+        model_states = files.get(needed[0])
+        checkpoint, fitted = stage0.prepare_whole(live, checkpoint, fitted, model_states, names, strict=options.strict)
     for content in files.values() if not live.stage and not by_name else ():
         if isinstance(content, dict) and content.get("optimizer") is not None:
             stage0.check_wrapper(live, checkpoint, content)

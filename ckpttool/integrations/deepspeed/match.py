@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpttool.errors import PlanError
+from ckpttool.formats import in_order
 from ckpttool.formats.strided import is_expanded
 from ckpttool.formats.zero.experts import NATIVE
 from ckpttool.integrations.deepspeed.engine import OFFLOAD, expert_sizes, has_optimizer
@@ -15,7 +16,7 @@ from ckpttool.integrations.deepspeed.load_partitions import shape_of
 from ckpttool.integrations.live.run import thin_error
 from ckpttool.integrations.torch.objects import unknown_class, unknown_classes
 from ckpttool.model import MASTER, Parameter
-from ckpttool.model.names import with_names_of
+from ckpttool.model.names import ORDER, with_names_of
 from ckpttool.targets.zero.experts import TargetExperts
 from ckpttool.targets.zero.layout import SUB_GROUP_SIZE, sub_groups
 from ckpttool.targets.zero.match import Fitted, check_partitionable, fit, listed
@@ -86,6 +87,12 @@ def match(live: LiveEngine, checkpoint: Checkpoint, options: LoadOptions) -> Mat
     if not options.staged:
         _check_in_place(live, checkpoint, fitted, options)
         reasons = reasons or ("is read straight into the engine",)
+    if live.model is not None and reasons and ORDER in checkpoint.remarks and not options.without_optimizer:
+        from ckpttool.integrations.deepspeed.stage0 import live_names  # imports torch
+
+        again = in_order(checkpoint, [name for names in live_names(checkpoint, live.model) for name in names])
+        if again is not checkpoint:
+            return match(live, again, options)
     if fitted is not None and reasons:
         fitted = _partitionable(live, source, fitted, options, reasons[0])
     return Match(checkpoint=checkpoint, fitted=fitted, reasons=reasons)

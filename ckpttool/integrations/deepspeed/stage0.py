@@ -12,15 +12,19 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpttool.commit.manifest import find_manifest
 from ckpttool.errors import PlanError
+from ckpttool.formats import LIVE_ORDER, in_order
+from ckpttool.formats.state_dict import is_reduced
 from ckpttool.integrations.deepspeed.engine import keeps_loss_scale
 from ckpttool.integrations.deepspeed.states import REBUILD
 from ckpttool.model import MASTER, MODULE
+from ckpttool.model.names import ORDER
 from ckpttool.storage import connect
 from ckpttool.targets.zero.match import Fitted, fit
 
@@ -68,7 +72,7 @@ def prepare_whole(
     names: Names | None,
     *,
     strict: bool,
-) -> Fitted:
+) -> tuple[Checkpoint, Fitted]:
     """Match an optimizer without ZeRO with the engine's, and sort its states into the engine's order.
 
     Args:
@@ -78,6 +82,9 @@ def prepare_whole(
         model_states: The model states; their optimizer is replaced. None if they need not be read.
         names: The parameters of each saved group, if they are recorded.
         strict: As for ``fit``.
+
+    Returns:
+        The checkpoint, by the names that were identified, and the match.
 
     Raises:
         PlanError: Names cannot be identified, or do not fit.
@@ -93,14 +100,21 @@ def prepare_whole(
             raise PlanError(checkpoint.location, problem, REBUILD)
         fitted = replace(fitted, notes=(*fitted.notes, *([BY_POSITION] if names is None else [])))
     else:
+        recorded = names is not None
         fitted, names = fit_whole(live, checkpoint, model, model_states, names, strict=strict)
         if BY_POSITION in fitted.notes and model_states is not None:
             check_places(live, checkpoint, model_states)
         if model_states is not None:
             model_states["optimizer"] = reordered(live, checkpoint, model, fitted, names, model_states)
+        if not recorded:
+            checkpoint = in_order(checkpoint, [name for members in names for name in members])
+            if BY_POSITION not in fitted.notes:
+                # The model and the engine agree, or the values of the masters show the order.
+                kept = tuple(r for r in checkpoint.remarks if r not in {ORDER, LIVE_ORDER})
+                checkpoint = replace(checkpoint, remarks=kept)
     if BY_POSITION in fitted.notes and model_states is not None:
         LOG.log(logging.DEBUG if live.rank else logging.WARNING, "%s: %s", checkpoint.location, BY_POSITION)
-    return fitted
+    return checkpoint, fitted
 
 
 def check_wrapper(live: LiveEngine, checkpoint: Checkpoint, model_states: Mapping[str, Any] | None) -> None:
@@ -182,13 +196,22 @@ def _is_recorded(checkpoint: Checkpoint) -> bool:
     return named and not any(": optimizer" in u for u in checkpoint.nonpartitionable)
 
 
-def _is_doubtful(checkpoint: Checkpoint, recorded: Names, engine_names: Names) -> bool:
-    """Return whether shapes put parameters into other groups than the engine, although the engine's shapes fit too."""
-    if [set(names) for names in recorded] == [set(names) for names in engine_names]:
-        return False
+def _doubt(checkpoint: Checkpoint, recorded: Names, engine_names: Names) -> str:
+    """Compare the parameters that shapes and the order of the model give with the order of the engine.
+
+    Returns:
+        "" if they are equal, or the engine's order does not fit; "order" if it fits the shapes of the states too;
+        "shapes" if it has other parameters, which may have states of fewer dimensions than their own.
+    """
     shapes = {p.name: p.shape for p in checkpoint.parameters} | {b.name: b.state.shape for b in checkpoint.buffers}
-    both = ([[shapes.get(n) for n in names] for names in groups] for groups in (recorded, engine_names))
-    return next(both) == next(both)
+    ours, theirs = ([[shapes.get(n, ()) for n in names] for names in groups] for groups in (recorded, engine_names))
+    if recorded == engine_names or list(map(len, ours)) != list(map(len, theirs)):
+        return ""
+    if ours == theirs:
+        return "order"
+    pairs = zip(chain.from_iterable(ours), chain.from_iterable(theirs), strict=True)
+    others = {*chain.from_iterable(recorded)} != {*chain.from_iterable(engine_names)}
+    return "shapes" if others and all(is_reduced(one, other) for one, other in pairs) else ""
 
 
 def _names_from_files(
@@ -202,18 +225,19 @@ def _names_from_files(
     recorded = [list(g.parameters) for g in checkpoint.groups]
     is_recorded = _is_recorded(checkpoint)
     engine_names = live_names(checkpoint, model)
-    if is_recorded and not live.wrapper and not _is_doubtful(checkpoint, recorded, engine_names):
+    doubt = _doubt(checkpoint, recorded, engine_names) if is_recorded else "order"
+    if not doubt and not live.wrapper:
         return recorded
     if not live.wrapper:
         saved = [group.hyperparameters.get("lr") for group in checkpoint.groups]
         own = [options.get("lr") for options in live.hyperparameters]
-        if saved == own or sorted(map(repr, saved)) != sorted(map(repr, own)):
+        if doubt == "order" and (saved == own or sorted(map(repr, saved)) != sorted(map(repr, own))):
             return engine_names
         problem = "does not record the parameter of each optimizer state, and several orders fit"
         raise PlanError(checkpoint.location, problem, "pass weights_only=True; CheckpointManager records it")
     if model_states is None:
         raise PlanError(checkpoint.location, "was not read", "this is a bug in ckpttool")
-    for names in ([recorded] if is_recorded else []) + [engine_names]:
+    for names in [engine_names] + ([recorded] if is_recorded else []):
         if _masters_fit(live, model_states, names):
             return names
     problem = "does not record the parameter of each fp32 master, and no known order fits the model's weights"
