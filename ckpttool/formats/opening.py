@@ -186,7 +186,8 @@ def in_order(checkpoint: Checkpoint, order: Sequence[str], sizes: Sequence[int] 
         )
         hint = "build model and optimizer as at the save, or pass weights_only=True for the weights alone"
         raise PlanError(checkpoint.location, problem, hint, ("weights_only",))
-    return replace(found, remarks=(*found.remarks, LIVE_ORDER))
+    agrees = checkpoint.stage == 0 and [name for group in checkpoint.groups for name in group.parameters] == [*order]
+    return found if agrees else replace(found, remarks=(*found.remarks, LIVE_ORDER))
 
 
 def _whole_beside(storage: Storage, path: str, tag: str | None) -> str | None:
