@@ -38,16 +38,16 @@ OUT = DATA / "out"
 # Counts requests, and bytes of their answers.
 COUNT_REQUESTS = """
 import sys
-from aiobotocore.httpsession import AIOHTTPSession
+from botocore.httpsession import URLLib3Session
 from ckpttool import inspect
 requests, received = [], []
-send = AIOHTTPSession.send
-async def counted(self, request):
-    answer = await send(self, request)
+send = URLLib3Session.send
+def counted(self, request):
+    answer = send(self, request)
     requests.append(request.url)
     received.append(int(answer.headers.get("content-length") or 0))
     return answer
-AIOHTTPSession.send = counted
+URLLib3Session.send = counted
 checkpoint = inspect(sys.argv[1])
 print(len(requests), sum(received), len(checkpoint.files), checkpoint.nbytes)
 """
