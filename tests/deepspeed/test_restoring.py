@@ -309,7 +309,9 @@ def _misnamed(described: Checkpoint, root: Path) -> list[str]:
     """The groups of DeepSpeed's save that are read with other parameters than the engine has in them."""
     read = [sorted(group.parameters) for group in open_checkpoint(root).groups]
     own = [sorted(group.parameters) for group in described.groups]
-    return [] if read == own or not any(read) else [f"{read} instead of {own}"]
+    # Those of a group are unknown if several fit.
+    same = len(read) == len(own) and all(one in ([], other) for one, other in zip(read, own, strict=True))
+    return [] if same or not any(read) else [f"{read} instead of {own}"]
 
 
 def _other_ranks(draw: Draw, root: Path) -> dict[str, Any]:
