@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckpttool import CheckpointManager, CkptError, verify
+from ckpttool.formats import open_checkpoint
 from tests import sampling
 from tests.deepspeed.engines import build, differing, held, step
 from tests.forked import each_on_ranks
+from tests.truth import source
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,3 +227,14 @@ def test_parameters_that_zero_did_not_train_start_without_moments(job: dict[str,
     other = {key for key in _restored(told, job) if not key.startswith("step/")}
     assert {key.rpartition("/")[2].partition(".")[0] for key in other} == {"a", "b"}
     assert not any(key.startswith("module/") for key in other)
+
+
+def test_states_of_fewer_dimensions_may_belong_to_another_parameter() -> None:
+    """States of one number for each row have the shape of a bias, whichever of the two was trained."""
+    from ckpttool.integrations.deepspeed.stage0 import _doubt  # imports torch
+
+    checkpoint = open_checkpoint(source("zero0-dp2-fp32"))
+    matrix, bias = (p for p in checkpoint.parameters if p.name.startswith("up."))
+    assert _doubt(checkpoint, [[bias.name]], [[matrix.name]]) == "shapes"
+    assert _doubt(checkpoint, [[matrix.name]], [[bias.name]]) == ""
+    assert _doubt(checkpoint, [[matrix.name, bias.name]], [[bias.name, matrix.name]]) == ""

@@ -152,6 +152,7 @@ ALSO = [
     Draw("torch HFAdafactor", 0, "fp32", "", 1, 0.0, "", "plain", "two", 1, "", (1, 3)),
     Draw("torch HFAdafactor", 0, "fp32", "", 1, 0.0, "", "matrix", "one", 1, "", (1, 0)),
     Draw("torch HFAdafactor", 0, "fp32", "", 2, 0.0, "StepLR", "frozen", "adapter", 3, "", (1, 3)),
+    *(Draw("torch AdamW", 0, dtype, "", 1, 0.0, "", "equal", "reversed", 1) for dtype in ("fp32", "bf16")),
     Draw("torch AdamW", 0, "fp32", "", 1, 0.0, "", "experts", "one", 2),
     Draw("torch HFAdafactor beta1=0.9", 1, "bf16 states", "", 1, 0.0, "", "plain", "one", 1, "", (1, 3)),
 ]
@@ -544,6 +545,8 @@ def _own(name: str) -> Any:
 
 
 def _groups(trained: list[Any], how: str) -> list[dict[str, Any]]:
+    if how == "reversed":
+        return [{"params": trained[::-1], "lr": 0.01}]
     matrices, rest = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2]
     if how == "one" or not matrices or not rest:
         return [{"params": trained, "lr": 0.01}]
@@ -574,6 +577,10 @@ def _model(kind: str) -> Any:
             if kind == "matrix":
                 self.requires_grad_(False)
                 self.down.weight.requires_grad_(True)
+            if kind == "equal":
+                self.requires_grad_(False)
+                self.embed.weight.requires_grad_(True)
+                self.head.weight.requires_grad_(True)
             if kind == "expanded":
                 self.register_buffer("wide", torch.randn(1).expand(3))
             if kind == "sparse":
