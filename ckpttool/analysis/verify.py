@@ -22,17 +22,18 @@ from ckpttool.formats import Opening, open_checkpoint
 from ckpttool.formats.locate import NoCheckpointError, SeveralModelsError
 from ckpttool.model.extents import stored_blocks
 from ckpttool.plan.builder import full_checks, sample_checks, source_files
+from ckpttool.ranges import ByteRange
 from ckpttool.storage import connect, is_unread, without_secrets
 from ckpttool.storage.buffers import ReadBuffer
 from ckpttool.units import Meter, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from ckpttool.blocks import Block
-    from ckpttool.checksums import Checksums, Record
+    from ckpttool.checksums import Checksums
     from ckpttool.commit.manifest import Manifest
     from ckpttool.model import Checkpoint, CheckpointFile, State
     from ckpttool.storage import Reader
@@ -42,6 +43,8 @@ PIECE_BYTES = 1 << 21
 """Bytes read, hashed and searched for NaN at once: they fit into the cache; with less, threads wait for each other."""
 CHUNK_BYTES = 1 << 22
 """Bytes read at once to count NaN."""
+REMOTE_BYTES = 1 << 26
+"""Bytes requested at once from remote storages, of all files together; ``PIECE_BYTES`` of each file at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,7 @@ def _deep(
     checked = unrecorded = 0
     files = source_files(checkpoint)
     floats = [_Floats() for _ in files]
+    window = max(PIECE_BYTES, REMOTE_BYTES // max(1, len(files)))
     for _, _, state in checkpoint.states():
         for row in _blocks(state) if _floating(state) else ():
             start, nbytes = int(row["offset"]), int(row["numel"]) * itemsize(state.dtype)
@@ -255,7 +259,13 @@ def _deep(
     with Sources(files) as sources:
         sums = (
             partial(
-                _check_sums, sources, i, f, manifest.get(f.name) if f.directory is None else None, floats[i], advance
+                _check_sums,
+                sources,
+                i,
+                f,
+                manifest.get(f.name) if f.directory is None else None,
+                partial(_crc32, sources, i, floats[i], window),
+                advance,
             )
             for i, f in enumerate(checkpoint.files)
         )
@@ -332,22 +342,36 @@ def _is_finite(data: memoryview, dtype: str) -> bool:
 
 
 def _check_sums(
-    sources: Sources, index: int, file: CheckpointFile, saved: Checksums | None, floats: _Floats, advance: Advance
+    sources: Sources,
+    index: int,
+    file: CheckpointFile,
+    saved: Checksums | None,
+    crc32_of: Callable[[Sequence[ByteRange]], list[int]],
+    advance: Advance,
 ) -> tuple[list[CkptError], int, int]:
     try:
         reader = sources[index]
         bad = None
-        if (
-            saved is not None
-            and saved.nbytes == reader.nbytes
-            and (bad := _check_chunks(reader, saved, floats)) is None
-        ):
-            advance(reader.nbytes)
-            return [], len(saved.crcs), 0
+        if saved is not None and saved.nbytes == reader.nbytes:
+            chunks = [ByteRange(*where) for where in cuts(0, saved.nbytes, saved.chunk_bytes)]
+            differing = [
+                where for where, crc, own in zip(chunks, crc32_of(chunks), saved.crcs, strict=True) if crc != own
+            ]
+            if not differing:
+                advance(reader.nbytes)
+                return [], len(saved.crcs), 0
+            problem = f"bytes {differing[0].start:,} to {differing[0].end:,} differ from those saved"
+            bad = CkptError(reader.path, problem, "restore the file from a copy")
         # The files of a DCP checkpoint contain an archive for each tensor; their records are known since it was opened.
         records = read_torch_file(reader).records if file.container == "torch" else file.records
         recorded = [r for r in records if r.crc_recorded]
-        found = [error for record in recorded if (error := _check_sum(reader, record, floats))]
+        found: list[CkptError] = []
+        for record, crc in zip(recorded, crc32_of([r.where for r in recorded]), strict=True):
+            if crc != record.crc32:
+                problem = (
+                    f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
+                )
+                found.append(CkptError(reader.path, problem, "restore the file from a copy: its bytes have changed"))
         if bad is not None and not found:
             found.append(bad)  # the bytes between the records
     except CkptError as error:
@@ -356,31 +380,50 @@ def _check_sums(
     return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
-def _crc32(reader: Reader, start: int, end: int, floats: _Floats) -> int:
-    """Return the CRC-32 of a range; note in the same pass whether its floats are finite."""
-    buffer, crc = ReadBuffer(), 0
-    for at in range(start, end, PIECE_BYTES):
-        piece = buffer.read_bytes(reader, at, min(PIECE_BYTES, end - at))
+def _crc32(sources: Sources, index: int, floats: _Floats, window: int, ranges: Sequence[ByteRange]) -> list[int]:
+    """Return the CRC-32 of each range of a file; note in the same pass whether its floats are finite."""
+    sums = [0] * len(ranges)
+    for n, at, piece in _pieces(sources, index, window, ranges):
         floats.see(at, piece)
-        crc = crc32(piece, crc)
-    return crc
+        sums[n] = crc32(piece, sums[n])
+    return sums
 
 
-def _check_chunks(reader: Reader, saved: Checksums, floats: _Floats) -> CkptError | None:
-    """Compare every byte of a file with the checksums of its manifest."""
-    for n, (start, end) in enumerate(cuts(0, saved.nbytes, saved.chunk_bytes)):
-        if _crc32(reader, start, end, floats) != saved.crcs[n]:
-            problem = f"bytes {start:,} to {end:,} differ from those saved"
-            return CkptError(reader.path, problem, "restore the file from a copy")
-    return None
+def _pieces(
+    sources: Sources, index: int, window: int, ranges: Sequence[ByteRange]
+) -> Iterator[tuple[int, int, memoryview]]:
+    """Yield the bytes of ranges of a file in pieces, each with the number of its range and its first byte.
+
+    A piece is valid until the next. Remote files are read ``window`` bytes at once.
+    """
+    cut = (
+        (n, at, min(at + PIECE_BYTES, end))
+        for n, (start, end) in enumerate(ranges)
+        for at in range(start, end, PIECE_BYTES)
+    )
+    if not sources.remote:
+        reader, buffer = sources[index], ReadBuffer()
+        for n, at, stop in cut:
+            yield n, at, buffer.read_bytes(reader, at, stop - at)
+        return
+    for batch in _batches(cut, window):
+        found = sources.fetch([(index, at, stop) for _, at, stop in batch], hashed=False)
+        for (n, at, _), piece in zip(batch, found, strict=True):
+            yield n, at, piece
 
 
-def _check_sum(reader: Reader, record: Record, floats: _Floats) -> CkptError | None:
-    crc = _crc32(reader, *record.where, floats)
-    if crc == record.crc32:
-        return None
-    problem = f"record {record.name} has CRC-32 {crc:08x}, but {record.crc32:08x} was recorded when it was saved"
-    return CkptError(reader.path, problem, "restore the file from a copy: its bytes have changed")
+def _batches(cut: Iterable[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield the pieces (range, start, end) in lists of at most so many bytes."""
+    batch: list[tuple[int, int, int]] = []
+    nbytes = 0
+    for piece in cut:
+        if batch and nbytes + piece[2] - piece[1] > most:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(piece)
+        nbytes += piece[2] - piece[1]
+    if batch:
+        yield batch
 
 
 def _scan(checkpoint: Checkpoint, sources: Sources, name: str, key: str, state: State) -> list[CkptError]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ckpttool.units import Advance
 
 
-REMOTE_BYTES = 1 << 23
+REMOTE_BYTES = 1 << 25
 """Bytes requested at once from remote storages."""
 
 

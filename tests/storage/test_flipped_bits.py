@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import ckpttool
+from ckpttool.analysis import verify
 from ckpttool.errors import ChecksumError
+from ckpttool.storage import MANIFEST
 from tests import damage
 from tests.cli.command import staging_of
+from tests.commit.test_signed import SIGNED
 from tests.storage.places import files_in
 from tests.truth import HERE
 from tests.wording import refused
@@ -49,6 +53,33 @@ def test_a_flipped_bit_of_a_source_is_refused(name: str, place: Place, flipped: 
     with refused(ChecksumError):
         COMMANDS[name](src, out)
     assert not place.files(out)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_deep_check_that_reads_many_pieces_at_once_finds_the_same_as_on_a_disk(
+    saved: bool, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(HERE / "checkpoints" / ("zero2-dp2-bf16-sgd" if saved else "zero3-dp4-bf16"), root)
+    if saved:  # with the checksums that a save of ckpttool records
+        shutil.copyfile(SIGNED, root / "global_step3" / MANIFEST)
+    else:
+        for number, file in enumerate(sorted(root.rglob("*optim_states.pt"))[1:]):
+            data = bytearray(file.read_bytes())
+            for place_of_bit in (len(data) // 4 + 700 * number, len(data) * 2 // 3):
+                data[place_of_bit] ^= 1
+            file.write_bytes(data)
+
+    def found(where: str) -> tuple[list[tuple[str, str]], int, int]:
+        report = ckpttool.verify(where, deep=True)
+        findings = [(os.path.basename(finding.path), finding.problem) for finding in report.findings]
+        return findings, report.records_checked, report.records_unrecorded
+
+    expected = found(str(root))
+    assert expected == ([], 3, 0) if saved else len(expected[0]) >= 3
+    monkeypatch.setattr(verify, "PIECE_BYTES", 1 << 9)
+    monkeypatch.setattr(verify, "REMOTE_BYTES", 1 << 13)
+    assert found(place.put(root)) == expected
 
 
 @pytest.mark.parametrize("name", ["consolidate", "convert zero", "cp"])
