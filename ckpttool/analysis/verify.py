@@ -264,7 +264,7 @@ def _deep(
                 i,
                 f,
                 manifest.get(f.name) if f.directory is None else None,
-                partial(_crc32, sources, i, floats[i], window),
+                partial(_crc32_of, sources, i, floats[i], window),
                 advance,
             )
             for i, f in enumerate(checkpoint.files)
@@ -380,7 +380,7 @@ def _check_sums(
     return found, len(recorded), len(records) - len(recorded) if records else 1
 
 
-def _crc32(sources: Sources, index: int, floats: _Floats, window: int, ranges: Sequence[ByteRange]) -> list[int]:
+def _crc32_of(sources: Sources, index: int, floats: _Floats, window: int, ranges: Sequence[ByteRange]) -> list[int]:
     """Return the CRC-32 of each range of a file; note in the same pass whether its floats are finite."""
     sums = [0] * len(ranges)
     for n, at, piece in _pieces(sources, index, window, ranges):

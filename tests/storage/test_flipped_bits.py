@@ -20,7 +20,7 @@ from tests.truth import HERE
 from tests.wording import refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from tests.storage.places import Place
@@ -79,7 +79,17 @@ def test_a_deep_check_that_reads_many_pieces_at_once_finds_the_same_as_on_a_disk
     assert expected == ([], 3, 0) if saved else len(expected[0]) >= 3
     monkeypatch.setattr(verify, "PIECE_BYTES", 1 << 9)
     monkeypatch.setattr(verify, "REMOTE_BYTES", 1 << 13)
-    assert found(place.put(root)) == expected
+    at_once, batches = [0], verify._batches
+
+    def batched(cut: Iterable[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+        for batch in batches(cut, most):
+            at_once.append(sum(end - start for _, start, end in batch))
+            yield batch
+
+    monkeypatch.setattr(verify, "_batches", batched)
+    url = place.put(root)
+    assert found(url) == expected
+    assert max(at_once) > verify.PIECE_BYTES or "://" not in url
 
 
 @pytest.mark.parametrize("name", ["consolidate", "convert zero", "cp"])
